@@ -1,0 +1,1 @@
+"""One engine for prefill, decode and aggregated workers: scheduler, runners, sampling."""

@@ -1,0 +1,1 @@
+"""KV blocks: their layout, their hashes, and who holds them."""

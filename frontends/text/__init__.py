@@ -1,0 +1,1 @@
+"""Text and tokens: templates, tokenizer, detokenizer, stops, request models."""

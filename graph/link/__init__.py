@@ -1,0 +1,1 @@
+"""Links: how requests, replies and events travel between replicas."""
