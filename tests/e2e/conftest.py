@@ -1,0 +1,45 @@
+"""Fixtures of the end-to-end tests: the reference run, and logs that end up beside the test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, os.fspath(Path(__file__).parent))
+
+from prompts import FEW, LENGTHS, Prompt, equality_prompts
+from reference import Expected, greedy_reference
+
+
+@pytest.fixture(scope="session")
+def few_prompts() -> list[Prompt]:
+    """A representative handful."""
+    return equality_prompts(FEW)
+
+
+@pytest.fixture(scope="session")
+def all_prompts() -> list[Prompt]:
+    """At least fifty, of 1 to 2,000 tokens."""
+    return equality_prompts(LENGTHS)
+
+
+@pytest.fixture(scope="session")
+def expect() -> Callable[[list[Prompt]], dict[str, Expected]]:
+    """The reference run of prompts, each computed once a session."""
+    known: dict[str, Expected] = {}
+
+    def reference(prompts: list[Prompt]) -> dict[str, Expected]:
+        known.update(greedy_reference([p for p in prompts if p.name not in known]))
+        return known
+
+    return reference
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Where the served graph's output goes."""
+    return tmp_path / "serve.log"

@@ -1,0 +1,90 @@
+"""Same tokens everywhere: agg and disagg against `transformers.generate` in fp32, however the work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from completions import complete
+from harness import serving
+from prompts import Prompt
+from reference import Expected
+
+Reference = Callable[[list[Prompt]], dict[str, Expected]]
+WORKERS = {"graph/agg.py": ("worker",), "graph/disagg.py": ("prefill", "decode")}
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One way to cut the work."""
+
+    file: str
+    prefix_cache: bool
+    chunk: int
+    num_blocks: int | None = None
+
+    def __str__(self) -> str:
+        pool = f"-blocks{self.num_blocks}" if self.num_blocks else ""
+        return f"{Path(self.file).stem}-cache{int(self.prefix_cache)}-chunk{self.chunk}{pool}"
+
+    def sets(self) -> dict[str, object]:
+        """The `--set` options of this cell."""
+        options = {"dtype": "float32", "enable_prefix_caching": self.prefix_cache, "max_num_batched_tokens": self.chunk}
+        if self.num_blocks:
+            options["num_blocks"] = self.num_blocks
+        return {f"{node}.{name}": value for node in WORKERS[self.file] for name, value in options.items()}
+
+
+ALL_CELLS = [Cell(file, cache, chunk) for file in WORKERS for cache in (True, False) for chunk in (64, 2048)]
+TINY_POOLS = [Cell(file, cache, 64, 160) for file in WORKERS for cache in (True, False)]
+TEST_CELLS = [
+    Cell("graph/agg.py", True, 64),
+    Cell("graph/disagg.py", True, 2048),
+    Cell("graph/disagg.py", False, 64, 60),
+]
+
+
+def compare(cell: Cell, prompts: list[Prompt], expected: dict[str, Expected], log: Path) -> list[str]:
+    """Serves the cell, sends all prompts one by one and then 16 at a time; what differs, in words."""
+    faults = []
+    with serving(cell.file, log=log, sets=cell.sets()) as graph:
+        for at_once in (1, 16):
+            for name, answer in complete(graph.url, prompts, at_once=at_once).items():
+                why = expected[name].differs(answer.text)
+                faults += [f"{cell} {name} at {at_once}: {why}"] if why else []
+                assert answer.usage["completion_tokens"] == len(expected[name].ids)
+                assert answer.finish == "length"
+        if cell.num_blocks:
+            assert graph.metric("headrace_preemptions_total") > 0, "the pool was meant to be too small"
+        assert graph.metric("headrace_kv_blocks_used") == 0
+    return faults
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cell", TEST_CELLS, ids=str)
+def test_greedy_equals_transformers(cell: Cell, few_prompts: list[Prompt], expect: Reference, log: Path) -> None:
+    assert compare(cell, few_prompts, expect(few_prompts), log) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("cell", ALL_CELLS + TINY_POOLS, ids=str)
+def test_greedy_equals_transformers_everywhere(
+    cell: Cell, all_prompts: list[Prompt], expect: Reference, log: Path
+) -> None:
+    assert len(all_prompts) >= 50
+    assert compare(cell, all_prompts, expect(all_prompts), log) == []
+
+
+@pytest.mark.timeout(300)
+def test_seeded_text_depends_on_nothing_but_the_seed(few_prompts: list[Prompt], tmp_path: Path) -> None:
+    sampled = {"temperature": 0.8, "top_p": 0.95, "seed": 1234}
+    texts = []
+    for file, nodes in WORKERS.items():
+        sets = {f"{node}.dtype": "float32" for node in nodes}
+        with serving(file, log=tmp_path / "serve.log", sets=sets) as graph:
+            for at_once in (1, 16):
+                answers = complete(graph.url, few_prompts, at_once=at_once, **sampled)
+                texts.append({name: answer.text for name, answer in answers.items()})
+    assert all(other == texts[0] for other in texts[1:])

@@ -1,0 +1,141 @@
+"""`graph serve` as a user runs it: start, stop, kill, other folders, other users, two at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from harness import GRAPH, ROOT, assert_gone, free_port, serving, start
+
+FAKE = {"prefill.engine": "fake", "decode.engine": "fake"}
+CHAT = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Name the capital of Japan."}], "temperature": 0}
+
+
+def leftovers() -> set[str]:
+    """Shared memory and run folders that graphs could leave behind."""
+    uid = os.getuid()
+    folders = [Path("/dev/shm"), Path(f"/tmp/headrace-{uid}")]
+    return {str(entry) for folder in folders if folder.is_dir() for entry in folder.iterdir()}
+
+
+def test_chat_over_the_default_graph(log: Path) -> None:
+    with serving("graph/disagg.py", log=log) as graph:
+        reply = graph.client.post("/v1/chat/completions", json=CHAT).raise_for_status().json()
+        assert reply["choices"][0]["message"]["content"] == "The capital of Japan is Tokyo."
+        sizes = {p.cmdline()[0]: p.memory_info().rss / 1e6 for p in graph.family() if p.cmdline()}
+        ingress = next(size for title, size in sizes.items() if "frontend/0" in title)
+        processor = next(size for title, size in sizes.items() if "processor/0" in title)
+        assert ingress < 100
+        assert processor < 180
+
+
+def test_sigkill_of_the_parent_leaves_nothing(log: Path) -> None:
+    before = leftovers()
+    graph = start("graph/disagg.py", log=log, sets=FAKE)
+    graph.wait_ready()
+    family = graph.family()
+    graph.process.kill()
+    graph.process.wait()
+    assert_gone(family)
+    with serving("graph/disagg.py", log=log, sets=FAKE, port=graph.port):
+        pass
+    assert leftovers() <= before
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_stop_cleanly(how: signal.Signals, log: Path) -> None:
+    before = leftovers()
+    graph = start("graph/disagg.py", log=log, sets=FAKE)
+    graph.wait_ready()
+    family = graph.family()
+    graph.process.send_signal(how)
+    assert graph.process.wait(30) == 0
+    assert_gone(family)
+    assert leftovers() <= before
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.4, 0.8, 1.5])
+def test_double_ctrl_c_while_starting(delay_s: float, log: Path) -> None:
+    before = leftovers()
+    graph = start("graph/disagg.py", log=log)
+    time.sleep(delay_s)
+    family = graph.family()
+    graph.process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    if graph.process.poll() is None:
+        graph.process.send_signal(signal.SIGINT)
+    graph.process.wait(15)
+    assert_gone(family)
+    assert leftovers() <= before
+
+
+def test_port_in_use_is_told_before_anything_loads(log: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        began = time.monotonic()
+        graph = start("graph/disagg.py", log=log, port=port)
+        assert graph.process.wait(10) != 0
+        assert time.monotonic() - began < 3
+        assert str(port) in graph.log_text()
+
+
+def test_two_graphs_side_by_side(tmp_path: Path) -> None:
+    with (
+        serving("graph/disagg.py", log=tmp_path / "one.log", sets=FAKE) as one,
+        serving("graph/disagg.py", log=tmp_path / "two.log", sets=FAKE) as two,
+    ):
+        assert one.name != two.name
+        for graph in (one, two):
+            assert graph.client.post("/v1/chat/completions", json=CHAT).status_code == 200
+        assert one.status()["url"] != two.status()["url"]
+
+
+def test_detached_graph_is_found_and_stopped(tmp_path: Path) -> None:
+    port = free_port()
+    flags = [flag for name, value in FAKE.items() for flag in ("--set", f"{name}={value}")]
+    began = subprocess.run(
+        [GRAPH, "serve", "graph/disagg.py", "--port", str(port), "--detach", *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert f":{port}" in began.stdout
+    stopped = subprocess.run([GRAPH, "stop"], capture_output=True, text=True, timeout=60, check=False)
+    assert stopped.returncode == 0, stopped.stderr
+
+
+def test_serves_from_another_folder_and_offline(tmp_path: Path) -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": ":", "http_proxy": "http://127.0.0.1:9"}
+    with serving("graph/disagg.py", log=tmp_path / "serve.log", cwd=tmp_path, env=offline, sets=FAKE) as graph:
+        assert graph.client.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, which only root can")
+def test_serves_as_an_ordinary_user(tmp_path: Path) -> None:
+    home = Path("/tmp") / f"headrace-test-{os.getpid()}"
+    home.mkdir(mode=0o777)
+    home.chmod(0o777)
+    try:
+        user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        env = {"HOME": str(home), "HEADRACE_CACHE": "", "XDG_RUNTIME_DIR": ""}
+        probe = subprocess.run([*user, GRAPH, "--help"], capture_output=True, text=True, check=False)
+        assert probe.returncode == 0, probe.stderr
+        with serving("graph/disagg.py", log=tmp_path / "serve.log", preexec=user, env=env, cwd=home, sets=FAKE) as graph:
+            assert graph.client.post("/v1/chat/completions", json=CHAT).status_code == 200
+    finally:
+        shutil.rmtree(home)
+
+
+def test_help_is_quick() -> None:
+    times = []
+    for _ in range(5):
+        began = time.monotonic()
+        subprocess.run([GRAPH, "--help"], capture_output=True, check=True)
+        times.append(time.monotonic() - began)
+    assert min(times) < 0.3
