@@ -306,4 +306,6 @@ class WorkerSnapshot(Message, frozen=True, array_like=True, tag=True):
     hashes: bytes = b""
 
 
+PREFILL_REQUESTS = (PrefillRequest, PrefillPoll, LeaseRenew, LeaseRelease, KVHandshake)
+PREFILL_REPLIES = (PrefillProgress, PrefillDone, LeaseState, KVHandshake)
 WorkerEvents = (BlocksStored, BlocksRemoved, BlocksCleared, LoadChanged)

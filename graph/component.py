@@ -38,13 +38,14 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """
 
 
-def option(help: str, *, agrees: bool = False) -> msgspec.Meta:
+def option(help: str, *, agrees: bool = False, env: str | None = None) -> msgspec.Meta:
     """Describes an option for `graph show --config`.
 
     With `agrees`, the check demands equal values at both ends of every edge whose two
-    components have an option of this name.
+    components have an option of this name. `env` names the environment variable that sets it
+    where nothing stronger does; the CLI reads it, never the component.
     """
-    return msgspec.Meta(description=help, extra={"agrees": agrees})
+    return msgspec.Meta(description=help, extra={"agrees": agrees, "env": env})
 
 
 class Listen(msgspec.Struct, frozen=True):

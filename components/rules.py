@@ -1,0 +1,53 @@
+"""What a graph of engine workers must satisfy; pure functions that the components' hooks call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from graph import GraphView, NodeView
+
+DISABLED = "Disaggregated serving is not enabled, please check the configuration"
+"""How a disaggregated request ends on a worker without a transfer backend."""
+
+
+def resolve_hash_unit(node: NodeView, graph: GraphView) -> Mapping[str, object]:
+    """The graph-wide hash unit, the smallest block size, for a node that left it at 0."""
+    sizes = [n.options["block_size"] for n in graph.nodes.values() if "block_size" in n.options]
+    return {"hash_unit": min(sizes)} if sizes and not node.options["hash_unit"] else {}
+
+
+def hash_unit_faults(node: NodeView) -> Iterable[str]:
+    """A worker hashes whole units, so its blocks must hold a whole number of them."""
+    size, unit = node.options["block_size"], node.options["hash_unit"]
+    if size < 1:
+        yield f"node '{node.name}' has block_size {size}; set {node.name}.block_size to 1 or more"
+    elif unit < 0 or (unit and size % unit):
+        yield (
+            f"node '{node.name}': block_size {size} is no multiple of hash_unit {unit}; "
+            f"leave hash_unit at 0, or set {node.name}.hash_unit to a divisor of every block size"
+        )
+
+
+def pull_faults(decode: NodeView, graph: GraphView) -> Iterable[str]:
+    """A decode worker must be able to pull the blocks of every prefill worker it asks."""
+    sources = {source.name for source in graph.linked_to(decode.name, "kv")}
+    for prefill in graph.linked_from(decode.name, "prefill"):
+        if prefill.name not in sources:
+            yield (
+                f"node '{decode.name}' asks '{prefill.name}' for prompts but gets no KV blocks from it; "
+                f"link {prefill.name}.kv >> {decode.name}.kv"
+            )
+        ours, theirs = decode.options.get("block_size"), prefill.options.get("block_size")
+        if ours and theirs and max(ours, theirs) % min(ours, theirs):
+            yield (
+                f"block sizes of '{prefill.name}' ({theirs}) and '{decode.name}' ({ours}) do not divide each other; "
+                f"set {prefill.name}.block_size or {decode.name}.block_size to a multiple of the other"
+            )
+
+
+def transceiver_warnings(node: NodeView) -> Iterable[str]:
+    """Tells that a worker without a transfer backend refuses disaggregated requests."""
+    config = node.options["cache_transceiver_config"]
+    if config["backend"] is None:
+        option = f"{node.name}.cache_transceiver_config.backend"
+        yield f"{option} is unset, so a disaggregated request ends in '{DISABLED}'; set {option}=NIXL to enable it"
