@@ -64,6 +64,7 @@ class Component:
 
     Options: ClassVar[type[Options]] = Options
     listens: ClassVar[Listen | None] = None
+    compute: ClassVar[bool] = False  # True: computes all the time, and shares the cores with others like it
 
     def __init__(self, options: Any) -> None:
         self.options = options
