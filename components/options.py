@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
-
 from graph import Options, option
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
