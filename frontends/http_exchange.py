@@ -1,0 +1,279 @@
+"""One HTTP request on its way through the ingress.
+
+    reading    the body arrives; too large (413), stalled (408) or gone ends it here
+    asking     a processor was given the request, no byte has gone to the client: should the
+               processor die, another one gets the request, for nothing was delivered
+    replying   bytes go out as they come, joined per turn of the loop
+    closed     the reply is complete, was broken off with an error event, or the client left
+
+A client that reads slower than its reply comes is cut once `MAX_BACKLOG_BYTES` wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from frontends.balance import PeerPool
+from frontends.http_replies import Headers, Refusal, error_event
+from frontends.messages import HttpBody, HttpHead, HttpRequest
+from graph import Client, LinkError, NoPeer, Overloaded, Peer, PeerFault
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+MAX_BACKLOG_BYTES = 1024 * 1024
+MAX_ATTEMPTS = 3
+PEER_WAIT_S = 1.0
+PROCESSOR_TIMEOUT_S = 60.0  # processors send a sign of life several times as often
+WRITE_TIMEOUT_S = 60.0
+LINGER_S = 1.0
+
+
+class ClientLeft(Exception):
+    """The connection is gone."""
+
+
+class RefusedHere(Exception):
+    """The ingress answers this request itself."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+async def read_body(receive: Receive, headers: Headers, *, limit: int, pause_s: float) -> bytes:
+    """The request's body. Raises `RefusedHere` (413, 408) or `ClientLeft`."""
+    declared = next((int(value) for name, value in headers if name == "content-length" and value.isdigit()), 0)
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        if max(size, declared) > limit:
+            raise RefusedHere(Refusal(413, f"The body exceeds {limit} bytes.", code="body_too_large", close=True))
+        try:
+            async with asyncio.timeout(pause_s):
+                message = await receive()
+        except TimeoutError:
+            refusal = Refusal(408, f"The body stalled for {pause_s:g} s.", code="body_timeout", close=True)
+            raise RefusedHere(refusal) from None
+        if message["type"] != "http.request":
+            raise ClientLeft
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if not message.get("more_body", False):
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class Reply:
+    """Collects what a processor sends until the exchange writes it; made anew for every attempt."""
+
+    def __init__(self, wake: asyncio.Event) -> None:
+        self._wake = wake
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self.head: HttpHead | None = None
+        self.error: LinkError | None = None
+        self.has_ended = False
+
+    def on_item(self, item: HttpHead | HttpBody) -> None:
+        """Called by the link. An empty body is the processor's sign of life."""
+        if isinstance(item, HttpHead):
+            self.head = item
+        elif item.data:
+            self._pieces.append(item.data)
+            self._size += len(item.data)
+            self._wake.set()
+
+    def on_end(self, error: LinkError | None) -> None:
+        """Called by the link, once."""
+        self.error = error
+        self.has_ended = True
+        self._wake.set()
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that nobody has taken yet."""
+        return self._size
+
+    def take(self) -> bytes:
+        """All bytes that have come since the last call."""
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._size = 0
+        return data
+
+
+class Exchange:
+    """Carries one request to a processor and its reply to the client."""
+
+    def __init__(self, *, client: Client, pool: PeerPool, receive: Receive, send: Send, abort: Callable[[], None]):
+        self._client = client
+        self._pool = pool
+        self._receive = receive
+        self._send = send
+        self._abort = abort
+        self._wake = asyncio.Event()
+        self._has_left = False
+        self._is_writing = False
+        self.status = 0  # 0 until the client was sent a status
+
+    async def run(self, request: HttpRequest) -> None:
+        """Returns when the reply is complete. Raises `ClientLeft`, or `RefusedHere` before any byte was sent."""
+        watcher = asyncio.get_running_loop().create_task(self._watch())
+        failed: set[str] = set()
+        error: LinkError | None = None
+        try:
+            for _ in range(MAX_ATTEMPTS):
+                peer = await self._choose(failed, error)
+                failed.add(peer.boot)
+                error = await self._attempt(request, peer)
+                if error is None:
+                    return
+                if not _may_repeat(error):
+                    break
+            assert error is not None
+            raise RefusedHere(_refusal(error))
+        finally:
+            watcher.cancel()
+
+    async def _watch(self) -> None:
+        """Notices that the client has left, at any time."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._has_left = True
+        self._wake.set()
+
+    async def _choose(self, failed: set[str], error: LinkError | None) -> Peer:
+        """The least busy processor; waits a little if there is none, as during a restart."""
+        peer = self._pool.least_busy(exclude=failed)
+        if peer is None:
+            if isinstance(error, Overloaded):
+                raise RefusedHere(_refusal(error))
+            try:
+                peer = await self._pool.wait_least_busy(PEER_WAIT_S, exclude=failed)
+            except NoPeer as none:
+                raise RefusedHere(_refusal(error or none)) from None
+        if self._has_left:
+            raise ClientLeft
+        return peer
+
+    async def _attempt(self, request: HttpRequest, peer: Peer) -> LinkError | None:
+        """Asks one processor. Returns the error it failed with if nothing was delivered, else None."""
+        reply = Reply(self._wake)
+        try:
+            call = self._client.open(
+                request,
+                peer=peer.id,
+                timeout_s=PROCESSOR_TIMEOUT_S,
+                on_item=self._guarded(reply),
+                on_end=reply.on_end,
+            )
+        except LinkError as error:
+            return error
+        with self._pool.stream(peer.id):
+            try:
+                return await self._relay(request.id, reply)
+            finally:
+                if not reply.has_ended:
+                    call.cancel()
+
+    def _guarded(self, reply: Reply) -> Callable[[Any], None]:
+        """The reply's `on_item`, which cuts a client that does not read."""
+
+        def on_item(item: HttpHead | HttpBody) -> None:
+            reply.on_item(item)
+            if self._is_writing and reply.backlog_bytes > MAX_BACKLOG_BYTES:
+                self._cut()
+
+        return on_item
+
+    async def _relay(self, request_id: str, reply: Reply) -> LinkError | None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._has_left:
+                raise ClientLeft
+            data = reply.take()
+            if self.status == 0:
+                if reply.head is None or not data:
+                    if reply.has_ended:
+                        return reply.error or PeerFault("the processor ended without a reply")
+                    continue
+                await self._start(reply.head, request_id)
+            if reply.error is not None:
+                await self._break_off(reply, data)
+                return None
+            is_last = reply.has_ended
+            await self._write(data, more=not is_last)
+            if is_last:
+                return None
+
+    async def _start(self, head: HttpHead, request_id: str) -> None:
+        self.status = head.status
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in head.headers]
+        headers.append((b"x-request-id", request_id.encode()))
+        await self._send({"type": "http.response.start", "status": head.status, "headers": headers})
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
+        self._is_writing = True
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            self._cut()
+            raise ClientLeft from None
+        finally:
+            self._is_writing = False
+
+    async def _break_off(self, reply: Reply, data: bytes) -> None:
+        """The processor failed after bytes were delivered: a stream says so, anything else is cut."""
+        assert reply.error is not None
+        is_stream = reply.head is not None and ("content-type", "text/event-stream") in reply.head.headers
+        if not is_stream:
+            self._cut()
+            raise ClientLeft
+        await self._write(data + error_event(reply.error.message, code=reply.error.code), more=False)
+
+    def _cut(self) -> None:
+        self._has_left = True
+        self._wake.set()
+        self._abort()
+
+
+async def send_refusal(refusal: Refusal, *, request_id: str, receive: Receive, send: Send) -> None:
+    """Answers with `refusal`; if it came before the body's end, reads on briefly so that the client sees it."""
+    body = refusal.body()
+    headers = (*refusal.headers(), ("content-length", str(len(body))), ("x-request-id", request_id))
+    encoded = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body, "more_body": refusal.close})
+    if not refusal.close:
+        return
+    try:
+        async with asyncio.timeout(LINGER_S):
+            message = await receive()
+            while message["type"] == "http.request" and message.get("more_body", False):
+                message = await receive()
+    except TimeoutError:
+        pass  # closed below: the client had time to read the reply
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _may_repeat(error: LinkError) -> bool:
+    return error.code not in ("refused", "protocol_fault", "internal_error")
+
+
+def _refusal(error: LinkError) -> Refusal:
+    """The HTTP form of a failure between ingress and processor."""
+    if isinstance(error, NoPeer):
+        return Refusal(503, "No processor is ready; try again.", code="no_processor", retry_after_s=1)
+    if isinstance(error, Overloaded):
+        return Refusal(429, "The processors are busy; try again.", code="overloaded", retry_after_s=_seconds(error))
+    if _may_repeat(error):
+        return Refusal(503, f"The processor was lost: {error.message}", code=error.code, retry_after_s=1)
+    return Refusal(500, f"The processor failed: {error.message}", code=error.code)
+
+
+def _seconds(error: LinkError) -> int:
+    return max(1, round(error.retry_after_s or 1))
