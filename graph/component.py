@@ -217,8 +217,9 @@ class Publisher(Protocol):
 class Subscription(Protocol):
     """Receives what one `Subscribes` port follows, for all peers at the other end.
 
-    For each peer: `on_snapshot` first, then every later event in order. After a gap, and after a
-    restart of the peer, comes a fresh `on_snapshot` that replaces all that was known.
+    For each peer that is ready: `on_snapshot` first, then every later event in order. After a gap, and
+    after a restart of the peer, comes a fresh `on_snapshot` that replaces all that was known.
+    `on_lost` comes once when the peer is ready no more: draining or gone.
     """
 
     def on_snapshot(self, peer: Peer, snapshot: Any) -> None: ...
