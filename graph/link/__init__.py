@@ -20,8 +20,9 @@ CLI and the supervisor). A replica that only calls leaves out `listen`.
 one process; its addresses are any strings.
 """
 
+from graph.link.client import Limits
 from graph.link.inprocess import InProcess
-from graph.link.links import Limits, Links
+from graph.link.links import Links
 from graph.link.zeromq import ZeroMQ
 
 __all__ = ["InProcess", "Limits", "Links", "ZeroMQ"]

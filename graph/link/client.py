@@ -1,0 +1,303 @@
+"""The caller's half of the links: one line per peer, shared by all ports that call it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from graph.component import Peer
+from graph.errors import LinkError, NoPeer, Overloaded, PeerLost, ProtocolFault
+from graph.link.calls import Inbox, OnEnd, OnItem, OpenCall
+from graph.link.codec import LINE, MALFORMED, Bye, Decode, Frame, Hello, Kind, decode_batch, decoder, fault
+from graph.link.deadlines import Deadlines
+from graph.link.wire import Dialer, Outbox, Traffic, Transport
+from graph.ports import Calls, Message
+
+_bye = decoder(Bye)
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one replica's links."""
+
+    backlog_bytes: int = 64 << 20  # per peer, what may wait for a transport that is full
+    event_backlog_bytes: int = 8 << 20  # per subscriber; beyond it events are dropped, and a snapshot follows
+    inbox_items: int = 16_384  # per iterated call, replies not yet consumed
+    inbox_bytes: int = 64 << 20
+
+
+class Line:
+    """All calls from here to one start of one peer."""
+
+    def __init__(self, peer: Peer, hello: Hello, *, loop: asyncio.AbstractEventLoop, traffic: Traffic) -> None:
+        self.peer = peer
+        self.loop = loop
+        self.outbox = Outbox(self._send, loop=loop, traffic=traffic)
+        self.gone: LinkError | None = None  # why nobody will answer here any more
+        self._dialer: Dialer | None = None
+        self._hello = hello
+        self._traffic = traffic
+        self._calls: dict[int, OpenCall] = {}
+        self._num_calls = 0
+
+    def dial(self, transport: Transport) -> None:
+        """Opens the line; hello is the first thing on it."""
+        self._dialer = transport.dial(self.peer.address, self.receive, self.outbox.flush)
+        self.outbox.put((LINE, Kind.HELLO, self._hello))
+
+    def next_number(self) -> int:
+        """A stream number that this line has not used."""
+        self._num_calls += 1
+        return self._num_calls
+
+    def start(self, number: int, call: OpenCall, port: str, request: Any) -> None:
+        """Sends the request of a new call."""
+        self.outbox.put((number, Kind.REQUEST, request, port))
+        self._calls[number] = call
+
+    def release(self, number: int, *, tell: bool) -> None:
+        """Forgets a call that is closed."""
+        if self._calls.pop(number, None) is not None and tell and self.gone is None:
+            self.outbox.put((number, Kind.CANCEL, None))
+
+    def receive(self, data: bytes) -> None:
+        """Handles one wire message of the peer."""
+        self._traffic.num_received += 1
+        try:
+            frames = decode_batch(data)
+        except ProtocolFault as error:
+            self._traffic.num_faults += 1
+            self.fail(error)
+            return
+        now = self.loop.time()
+        calls = self._calls
+        for frame in frames:
+            call = calls.get(frame.stream)
+            if call is not None:
+                call.receive(frame, now)
+            elif frame.stream == LINE and frame.kind == Kind.BYE:
+                self._take_bye(frame)
+
+    def fail(self, error: LinkError, *, tell: bool = True) -> None:
+        """Gives up all calls."""
+        for call in list(self._calls.values()):
+            call.give_up(error, tell=tell)
+
+    def close(self, error: LinkError, linger_s: float) -> None:
+        """Gives up all calls and closes the line."""
+        self.fail(error, tell=False)
+        self.gone = error
+        self.outbox.flush()
+        self.outbox.discard()
+        if self._dialer is not None:
+            self._dialer.close(linger_s)
+
+    def _send(self, data: bytearray) -> bool:
+        return self._dialer is not None and self._dialer.send(data)
+
+    def _take_bye(self, frame: Frame) -> None:
+        try:
+            bye: Bye = _bye(frame.payload)
+            error = bye.failure.error()
+        except MALFORMED as malformed:
+            self.fail(fault(malformed))
+            return
+        if bye.is_leaving and self.peer.boot:
+            self.gone = error if isinstance(error, PeerLost) else PeerLost(f"{self.peer.id} has stopped")
+            self.fail(error, tell=False)
+        else:
+            self.outbox.put((LINE, Kind.HELLO, self._hello))
+            self.fail(error)
+
+
+class Pool:
+    """The lines of one replica, and the registry's word on who is at their other ends."""
+
+    def __init__(
+        self,
+        id: str,
+        boot: str,
+        *,
+        transport: Transport,
+        loop: asyncio.AbstractEventLoop,
+        traffic: Traffic,
+        limits: Limits,
+    ) -> None:
+        self.id = id
+        self.loop = loop
+        self.live: Mapping[str, Peer] = {}
+        self._boot = boot
+        self._transport = transport
+        self._traffic = traffic
+        self._limits = limits
+        self._lines: dict[str, Line] = {}
+        self._deadlines = Deadlines(loop, transport.drain)
+
+    def set_peers(self, live: Mapping[str, Peer]) -> None:
+        """Fails the calls to all starts of peers that are not in `live`."""
+        self.live = live
+        for id, line in list(self._lines.items()):
+            peer = live.get(id)
+            if peer is None or (peer.boot, peer.address) != (line.peer.boot, line.peer.address):
+                del self._lines[id]
+                what = "is gone" if peer is None else "was restarted"
+                line.close(PeerLost(f"{id} {what}"), 0)
+            else:
+                line.peer = peer
+
+    def open(
+        self,
+        peer: Peer,
+        port: str,
+        request: Any,
+        *,
+        edge: str,
+        decode: Decode,
+        timeout_s: float,
+        on_item: OnItem | None,
+        on_end: OnEnd | None,
+    ) -> OpenCall:
+        """Starts a call; every fault after this arrives as its end."""
+        line = self._line(peer)
+        inbox = None
+        if on_item is None and on_end is None:
+            inbox = Inbox(self._limits.inbox_items, self._limits.inbox_bytes)
+            on_item, on_end = inbox.put, inbox.end
+        if on_item is None or on_end is None:
+            raise TypeError("on_item and on_end are given both or neither")
+        number = line.next_number()
+        call = OpenCall(
+            line, number, edge=edge, decode=decode, timeout_s=timeout_s, on_item=on_item, on_end=on_end, inbox=inbox
+        )
+        if line.gone is not None:
+            call.give_up(line.gone)
+        elif line.outbox.num_bytes > self._limits.backlog_bytes:
+            behind = f"{edge}: {peer.id} is {line.outbox.num_bytes} bytes behind"
+            call.give_up(Overloaded(behind, retry_after_s=1.0))
+        else:
+            line.start(number, call, port, request)
+            self._deadlines.add(call)
+        return call
+
+    def close(self, linger_s: float) -> None:
+        """Cancels all calls, says bye, closes all lines."""
+        for line in self._lines.values():
+            error = PeerLost(f"{self.id} is stopping")
+            line.outbox.put((LINE, Kind.BYE, None))
+            line.close(error, linger_s)
+        self._lines.clear()
+        self._deadlines.close()
+
+    def _line(self, peer: Peer) -> Line:
+        line = self._lines.get(peer.id)
+        if line is None:
+            hello = Hello(self.id, self._boot, peer.boot)
+            line = self._lines[peer.id] = Line(peer, hello, loop=self.loop, traffic=self._traffic)
+            line.dial(self._transport)
+        return line
+
+
+class PortClient:
+    """Implements `graph.component.Client` for one `Calls` port."""
+
+    def __init__(self, pool: Pool, port: Calls, targets: Mapping[str, str]) -> None:
+        self._pool = pool
+        self._name = port.name
+        self._targets = dict(targets)
+        self._decode = decoder(*port.replies)
+        self._peers: Mapping[str, Peer] = MappingProxyType({})
+        self._callbacks: list[Callable[[Mapping[str, Peer]], None]] = []
+        self._waiters: set[asyncio.Future[Peer]] = set()
+        self.refresh()
+
+    @property
+    def peers(self) -> Mapping[str, Peer]:
+        """The ready replicas at the other end, by id."""
+        return self._peers
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the graph links this port at all."""
+        return bool(self._targets)
+
+    def refresh(self) -> None:
+        """Takes the ready peers anew from the pool."""
+        peers = {p.id: p for p in self._pool.live.values() if p.node in self._targets and p.state == "ready"}
+        if peers == self._peers:
+            return
+        self._peers = MappingProxyType(peers)
+        for waiter in self._waiters:
+            if peers and not waiter.done():
+                waiter.set_result(next(iter(peers.values())))
+        for callback in self._callbacks:
+            callback(self._peers)
+
+    async def wait_peer(self, timeout_s: float) -> Peer:
+        """The first peer that is ready; raises `NoPeer` if there is none in time."""
+        for peer in self._peers.values():
+            return peer
+        waiter: asyncio.Future[Peer] = self._pool.loop.create_future()
+        self._waiters.add(waiter)
+        try:
+            return await asyncio.wait_for(waiter, timeout_s)
+        except TimeoutError:
+            raise NoPeer(f"{self._edge()}: no ready replica within {timeout_s:g} s", retry_after_s=1.0) from None
+        finally:
+            self._waiters.discard(waiter)
+
+    def open(
+        self,
+        request: Message,
+        *,
+        peer: str,
+        timeout_s: float,
+        on_item: OnItem | None = None,
+        on_end: OnEnd | None = None,
+    ) -> OpenCall:
+        """Starts a request; see `Client.open`."""
+        found = self._pool.live.get(peer)
+        port = None if found is None else self._targets.get(found.node)
+        if found is None or port is None:
+            raise NoPeer(f"{self._edge()}: no live replica {peer!r}", retry_after_s=1.0)
+        return self._pool.open(
+            found,
+            port,
+            request,
+            edge=f"{self._pool.id}.{self._name} >> {found.node}.{port}",
+            decode=self._decode,
+            timeout_s=timeout_s,
+            on_item=on_item,
+            on_end=on_end,
+        )
+
+    async def call(self, request: Message, *, peer: str, timeout_s: float) -> Any:
+        """Sends a request that has exactly one reply, and returns it."""
+        reply: asyncio.Future[Any] = self._pool.loop.create_future()
+        items: list[Any] = []
+
+        def on_end(error: LinkError | None) -> None:
+            if reply.done():
+                return
+            if error is None and len(items) != 1:
+                error = ProtocolFault(f"{call.edge}: {peer} sent {len(items)} replies where one is due")
+            if error is None:
+                reply.set_result(items[0])
+            else:
+                reply.set_exception(error)
+
+        call = self.open(request, peer=peer, timeout_s=timeout_s, on_item=items.append, on_end=on_end)
+        try:
+            return await reply
+        finally:
+            call.cancel()
+
+    def on_change(self, callback: Callable[[Mapping[str, Peer]], None]) -> None:
+        """Calls back now and whenever the set of ready peers changes."""
+        self._callbacks.append(callback)
+        callback(self._peers)
+
+    def _edge(self) -> str:
+        return f"{self._pool.id}.{self._name} >> {', '.join(self._targets) or 'nothing'}"

@@ -1,0 +1,304 @@
+"""The server's half of the links: all served ports of one replica behind one listener.
+
+Life of a stream:
+
+    open        its request arrived, was within `max_streams`, and went to the port's handler
+    ended       by `end`, by `fail`, or by an exception of the handler
+    cancelled   the caller cancelled, said bye, was replaced by a new start of itself, was declared
+                dead by the registry, fell too far behind, or this replica stops
+
+The last two are closed; whatever the handler does to a closed stream is a no-op, and frames that
+arrive for one are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from graph.component import Handler
+from graph.errors import Failure, LinkError, NoPeer, Overloaded, PeerFault, PeerLost, ProtocolFault, RequestCancelled
+from graph.link.codec import LINE, MALFORMED, NIL, Bye, Decode, Frame, Hello, Kind, decode_batch, decoder, fault
+from graph.link.wire import Outbox, Traffic
+
+log = logging.getLogger(__name__)
+
+_NIL = msgspec.Raw(NIL)
+_hello = decoder(Hello)
+
+
+class Served:
+    """One served port: who handles its requests, and how many are open."""
+
+    def __init__(self, name: str, decode: Decode, handler: Handler, max_streams: int) -> None:
+        self.name = name
+        self.decode = decode
+        self.handler = handler
+        self.max_streams = max_streams
+        self.num_streams = 0
+
+
+class Caller:
+    """One line that said hello, and its open streams."""
+
+    def __init__(self, hello: Hello, outbox: Outbox, max_bytes: int) -> None:
+        self.id = hello.id
+        self.boot = hello.boot
+        self.outbox = outbox
+        self.streams: dict[int, ServerStream] = {}
+        self._max_bytes = max_bytes
+
+    def put(self, frame: tuple[Any, ...]) -> None:
+        """Sends one frame; a caller that is too far behind loses all its streams instead."""
+        self.outbox.put(frame)
+        if self.outbox.num_bytes > self._max_bytes:
+            behind = f"{self.id} is {self.outbox.num_bytes} bytes behind; its streams were given up"
+            self.cut(Overloaded(behind, retry_after_s=1.0))
+
+    def cut(self, error: LinkError, *, is_leaving: bool = False) -> None:
+        """Ends every stream of this line, and tells the caller."""
+        self.outbox.discard()
+        self.cancel()
+        self.outbox.put((LINE, Kind.BYE, Bye(Failure.of(error), is_leaving)))
+
+    def cancel(self) -> None:
+        """Cancels every stream of this line without a word to the caller."""
+        for stream in list(self.streams.values()):
+            stream.cancel()
+
+
+class ServerStream:
+    """Implements `graph.component.Stream`."""
+
+    __slots__ = ("_caller", "_is_cancelled", "_number", "_on_cancel", "_served", "id", "is_closed")
+
+    def __init__(self, id: str, number: int, caller: Caller, served: Served) -> None:
+        self.id = id
+        self.is_closed = False
+        self._is_cancelled = False
+        self._number = number
+        self._caller = caller
+        self._served = served
+        self._on_cancel: list[Callable[[], None]] = []
+
+    @property
+    def peer(self) -> str:
+        """The caller's replica id."""
+        return self._caller.id
+
+    @property
+    def num_backlog_bytes(self) -> int:
+        """What waits for this stream's caller, of all its streams."""
+        return self._caller.outbox.num_bytes
+
+    def send(self, item: Any) -> None:
+        """Sends one reply."""
+        if not self.is_closed:
+            self._caller.put((self._number, Kind.ITEM, item))
+
+    def end(self, item: Any = None) -> None:
+        """Ends the stream well, with an optional last reply."""
+        self._close(Kind.END, _NIL if item is None else item)
+
+    def fail(self, error: LinkError) -> None:
+        """Ends the stream with an error."""
+        self._close(Kind.FAILURE, Failure.of(error))
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Calls back if the stream is cancelled; at once if it has been already."""
+        if self._is_cancelled:
+            callback()
+        elif not self.is_closed:
+            self._on_cancel.append(callback)
+
+    def cancel(self) -> None:
+        """Closes the stream on behalf of its caller."""
+        if self.is_closed:
+            return
+        self._is_cancelled = True
+        callbacks, self._on_cancel = self._on_cancel, []
+        self._forget()
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:
+                log.exception("a cancel callback at %r failed", self._served.name)
+
+    def _close(self, kind: Kind, payload: Any) -> None:
+        if self.is_closed:
+            return
+        self._forget()
+        self._on_cancel = []
+        self._caller.put((self._number, kind, payload))
+
+    def _forget(self) -> None:
+        self.is_closed = True
+        self._served.num_streams -= 1
+        del self._caller.streams[self._number]
+
+
+class Server:
+    """Takes frames from a listener, and gives requests to handlers."""
+
+    def __init__(
+        self,
+        id: str,
+        boot: str,
+        *,
+        send: Callable[[bytes, bytearray], bool],
+        loop: asyncio.AbstractEventLoop,
+        traffic: Traffic,
+        max_bytes: int,
+    ) -> None:
+        self._id = id
+        self._boot = boot
+        self._send = send
+        self._loop = loop
+        self._traffic = traffic
+        self._max_bytes = max_bytes
+        self._ports: dict[str, Served] = {}
+        self._callers: dict[bytes, Caller] = {}
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._num_streams = 0
+
+    def serve(self, served: Served) -> None:
+        """Adds a port."""
+        self._ports[served.name] = served
+
+    def receive(self, line: bytes, data: bytes) -> None:
+        """Handles one wire message; whatever it holds, only its own line can suffer."""
+        self._traffic.num_received += 1
+        caller = self._callers.get(line)
+        try:
+            frames = decode_batch(data)
+        except ProtocolFault as error:
+            self._traffic.num_faults += 1
+            if caller is not None:
+                caller.cut(error)
+            return
+        for frame in frames:
+            if frame.kind == Kind.HELLO:
+                caller = self._greet(line, frame)
+            elif caller is None:
+                self._refuse(line, PeerLost(f"{self._id} does not know this line; it was reset"), is_leaving=False)
+                return
+            elif frame.kind == Kind.BYE:
+                self._lose(line)
+                return
+            else:
+                self._handle(caller, frame)
+
+    def forget(self, id: str, boot: str) -> None:
+        """Cancels the streams of a start of a replica that is dead."""
+        for line, caller in list(self._callers.items()):
+            if caller.id == id and caller.boot == boot:
+                self._lose(line)
+
+    def flush(self) -> None:
+        """Sends what waited for room."""
+        for caller in list(self._callers.values()):
+            caller.outbox.flush()
+
+    async def close(self) -> None:
+        """Cancels all streams, tells the callers, and ends the running handlers."""
+        for caller in list(self._callers.values()):
+            caller.cut(RequestCancelled(f"{self._id} is stopping"), is_leaving=True)
+            caller.outbox.flush()
+        self._callers.clear()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _greet(self, line: bytes, frame: Frame) -> Caller | None:
+        try:
+            hello: Hello = _hello(frame.payload)
+        except MALFORMED:
+            self._traffic.num_faults += 1
+            return self._callers.get(line)
+        if hello.server_boot not in ("", self._boot):
+            self._refuse(line, PeerLost(f"{self._id} was restarted"), is_leaving=True)
+            return None
+        for other, caller in list(self._callers.items()):
+            if caller.id == hello.id and (caller.boot != hello.boot or other == line):
+                self._lose(other)
+        self._callers[line] = caller = Caller(hello, self._outbox(line), self._max_bytes)
+        return caller
+
+    def _refuse(self, line: bytes, error: LinkError, *, is_leaving: bool) -> None:
+        self._outbox(line).put((LINE, Kind.BYE, Bye(Failure.of(error), is_leaving)))
+
+    def _outbox(self, line: bytes) -> Outbox:
+        return Outbox(
+            lambda data: self._send(line, data),
+            loop=self._loop,
+            traffic=self._traffic,
+            on_down=lambda: self._lose(line),
+        )
+
+    def _lose(self, line: bytes) -> None:
+        caller = self._callers.pop(line, None)
+        if caller is not None:
+            caller.outbox.discard()
+            caller.cancel()
+
+    def _handle(self, caller: Caller, frame: Frame) -> None:
+        if frame.kind == Kind.REQUEST:
+            if frame.stream not in caller.streams:
+                self._open(caller, frame)
+        elif frame.kind == Kind.CANCEL:
+            stream = caller.streams.get(frame.stream)
+            if stream is not None:
+                stream.cancel()
+
+    def _open(self, caller: Caller, frame: Frame) -> None:
+        served = self._ports.get(frame.port)
+        if served is None:
+            error: LinkError = NoPeer(f"{self._id} does not serve a port {frame.port!r}", retry_after_s=1.0)
+        elif served.num_streams >= served.max_streams:
+            error = Overloaded(
+                f"{self._id} has {served.max_streams} open requests at {frame.port!r}", retry_after_s=1.0
+            )
+        else:
+            try:
+                request = served.decode(frame.payload)
+            except MALFORMED as malformed:
+                error = fault(malformed)
+            else:
+                self._num_streams += 1
+                stream = ServerStream(f"{self._boot}-{self._num_streams}", frame.stream, caller, served)
+                caller.streams[frame.stream] = stream
+                served.num_streams += 1
+                self._run(served, request, stream)
+                return
+        caller.put((frame.stream, Kind.FAILURE, Failure.of(error)))
+
+    def _run(self, served: Served, request: Any, stream: ServerStream) -> None:
+        try:
+            work = served.handler(request, stream)
+        except Exception as error:
+            self._fail(served, stream, error)
+            return
+        if work is not None:
+            task = asyncio.ensure_future(self._await(served, work, stream))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _await(self, served: Served, work: Awaitable[None], stream: ServerStream) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            stream.fail(RequestCancelled(f"{self._id} is stopping"))
+            raise
+        except Exception as error:
+            self._fail(served, stream, error)
+
+    def _fail(self, served: Served, stream: ServerStream, error: Exception) -> None:
+        if not isinstance(error, LinkError):
+            log.error("%s failed at a request to %r", self._id, served.name, exc_info=error)
+            error = PeerFault(f"{self._id} failed while handling a request to {served.name!r}; see its log")
+        stream.fail(error)
