@@ -1,0 +1,67 @@
+"""What all request models share: strict parsing of a body, nulls as absent, errors that name the field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from frontends.text.errors import ApiError
+
+INT32_MAX = (1 << 31) - 1
+
+Model = TypeVar("Model", bound="Fields")
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
+
+class Fields(BaseModel):
+    """Base of the request models. Nothing is coerced, null means absent, and unknown fields are accepted.
+
+    Clients send fields that are newer than any server; refusing them would break more than it protects. What
+    is known and not supported is refused by name, see `unsupported`.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def parse(model: type[Model], body: bytes) -> Model:
+    """The body as `model`. Raises `ApiError` 400 naming the first field at fault."""
+    return validate(model, json_object(body))
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The body as a JSON object. Raises `ApiError` 400 for anything else, NaN and lone surrogates included."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return value
+
+
+def validate(model: type[Model], value: dict[str, Any]) -> Model:
+    """The object as `model`. Raises `ApiError` 400 naming the first field at fault."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply") from error
+    param = ".".join(str(part) for part in first["loc"]) or None
+    message = first["msg"].removeprefix("Value error, ")
+    raise ApiError(400, f"{param}: {message}" if param else message, param=param)
+
+
+def not_supported(name: str, advice: str = "") -> ApiError:
+    """The refusal of a field that would change the answer if this server knew it."""
+    hint = f"; {advice}" if advice else ""
+    return ApiError(400, f"{name} is not supported yet{hint}", code="unsupported_parameter", param=name)
