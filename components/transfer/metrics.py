@@ -1,0 +1,65 @@
+"""What is counted about remote prefills and KV transfers, each on its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+
+class TransferMetrics:
+    """The decode side's counters."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._remote = Counter("headrace_remote_prefills", "Prompts whose KV was pulled", registry=registry)
+        self._local = Counter(
+            "headrace_local_prefills", "Prompts this worker prefilled itself", ["reason"], registry=registry
+        )
+        self._tokens = Counter("headrace_kv_moved_tokens", "Prompt tokens whose KV was pulled", registry=registry)
+        self._bytes = Counter("headrace_kv_moved_bytes", "KV bytes pulled", registry=registry)
+        self._seconds = Counter("headrace_kv_transfer_seconds", "Time of KV READs by part", ["part"], registry=registry)
+        self._errors = Counter("headrace_kv_transport_errors", "KV READs the transport failed", registry=registry)
+        self._leases = Counter("headrace_kv_leases_lost", "Pulls whose lease had ended", registry=registry)
+        self._quarantined = Gauge(
+            "headrace_kv_quarantined_blocks", "Blocks held back until their READ has ended", registry=registry
+        )
+
+    def remote(self, num_tokens: int) -> None:
+        """A prompt came from a prefill worker; `num_tokens` of it were pulled."""
+        self._remote.inc()
+        self._tokens.inc(num_tokens)
+
+    def local(self, reason: str) -> None:
+        """A prompt is prefilled here; `reason` is one of few words."""
+        self._local.labels(reason).inc()
+
+    def read(self, num_bytes: int, *, wait_ms: float, post_ms: float, wire_ms: float, is_failed: bool) -> None:
+        """A READ has ended."""
+        if is_failed:
+            self._errors.inc()
+        else:
+            self._bytes.inc(num_bytes)
+        for part, ms in (("waiting", wait_ms), ("posting", post_ms), ("wire", wire_ms)):
+            self._seconds.labels(part).inc(ms / 1e3)
+
+    def lease_lost(self) -> None:
+        """A pull was given up because its lease had ended."""
+        self._leases.inc()
+
+    def quarantined(self, num_blocks: int) -> None:
+        """The engine holds back so many blocks now."""
+        self._quarantined.set(num_blocks)
+
+
+class LeaseMetrics:
+    """The prefill side's counters."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._expiries = Counter("headrace_kv_lease_expiries", "Leases that ended without a release", registry=registry)
+        self._pinned = Gauge("headrace_kv_leases", "Prompts whose blocks are pinned for decode", registry=registry)
+
+    def expired(self) -> None:
+        """A lease ended without a release."""
+        self._expiries.inc()
+
+    def pinned(self, num_leases: int) -> None:
+        """So many leases are held now."""
+        self._pinned.set(num_leases)

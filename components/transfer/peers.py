@@ -1,0 +1,143 @@
+"""The prefill workers a decode worker is connected to.
+
+seen        the registry lists it: the handshake starts at once, not with the first request
+linked      layouts agree and the agent knows its regions: prompts may be sent there
+refused     its layout or back end does not fit; logged once, never used
+lost        the registry dropped it, or its process has a new boot id: disconnected
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from components.messages import KVHandshake
+from components.transfer.agent import TransferError
+from components.transfer.driver import TransferDriver
+from components.transfer.plan import LayoutMismatch, Route, check_layouts, cover
+from graph import Client, GraphError, LinkError, Peer, Refused
+
+HANDSHAKE_TIMEOUT_S = 10.0
+RETRY_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class LinkedPrefill(msgspec.Struct, frozen=True):
+    """A prefill worker whose blocks can be read: for each of its ranks that we read, the agent and the route."""
+
+    id: str
+    boot: str
+    routes: tuple[tuple[str, Route], ...]
+    num_blocks: int
+
+
+def check_handshake(ours: KVHandshake, theirs: KVHandshake) -> None:
+    """Raises `Refused`, naming both values, unless KV can travel between the two replicas."""
+    if ours.backend != theirs.backend:
+        raise Refused(
+            f"KV back ends differ: {ours.replica} uses {ours.backend!r}, {theirs.replica} uses {theirs.backend!r}",
+            code="kv_mismatch",
+        )
+    for mine in ours.ranks:
+        for other in theirs.ranks:
+            try:
+                check_layouts(other.layout, mine.layout)
+            except LayoutMismatch as error:
+                message = f"{ours.replica} (target) and {theirs.replica} (source): {error}"
+                raise Refused(message, code="kv_mismatch") from error
+
+
+class PrefillPeers:
+    """Connects to every prefill worker that appears, and forgets those that go."""
+
+    def __init__(
+        self,
+        client: Client,
+        driver: TransferDriver,
+        own: KVHandshake,
+        *,
+        spawn: Callable[..., object],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._client = client
+        self._driver = driver
+        self._own = own
+        self._spawn = spawn
+        self._on_lost = on_lost
+        self._linked: dict[str, LinkedPrefill] = {}
+        self._boots: dict[str, str] = {}
+        self._refusals: dict[str, str] = {}
+
+    def follow(self) -> None:
+        """Starts to follow the client's peers."""
+        self._client.on_change(self._changed)
+
+    def usable(self, preferred: str | None) -> LinkedPrefill | None:
+        """The preferred prefill worker if it is linked, else any that is."""
+        if preferred is not None and preferred in self._linked:
+            return self._linked[preferred]
+        return next(iter(self._linked.values()), None)
+
+    def refusal(self) -> str | None:
+        """Why a prefill worker that is there cannot be used, if so."""
+        return next(iter(self._refusals.values()), None)
+
+    def _changed(self, peers: Mapping[str, Peer]) -> None:
+        for id, boot in list(self._boots.items()):
+            if id not in peers or peers[id].boot != boot:
+                self._drop(id)
+        for peer in peers.values():
+            if peer.id not in self._boots:
+                self._boots[peer.id] = peer.boot
+                self._spawn(self._link(peer), name=f"handshake {peer.id}")
+
+    def _drop(self, id: str) -> None:
+        del self._boots[id]
+        self._refusals.pop(id, None)
+        linked = self._linked.pop(id, None)
+        if linked is not None:
+            for agent, _ in linked.routes:
+                self._driver.disconnect(agent)
+        self._on_lost(id)
+
+    async def _link(self, peer: Peer) -> None:
+        """Shakes hands until it works, is refused, or the peer has gone."""
+        while self._boots.get(peer.id) == peer.boot:
+            try:
+                theirs = await self._client.call(self._own, peer=peer.id, timeout_s=HANDSHAKE_TIMEOUT_S)
+                check_handshake(self._own, theirs)
+                routes = await self._connect(theirs)
+            except (Refused, LayoutMismatch, TransferError) as error:
+                self._refuse(peer, error)
+                return
+            except LinkError as error:
+                logger.info("handshake with %s failed, trying again: %s", peer.id, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._book(peer, theirs, routes)
+            return
+
+    async def _connect(self, theirs: KVHandshake) -> tuple[tuple[str, Route], ...]:
+        target = self._own.ranks[0].layout
+        chosen = [(theirs.ranks[index], way) for index, way in cover([r.layout for r in theirs.ranks], target)]
+        for region, way in chosen:
+            await self._driver.connect(region, way)
+        return tuple((region.agent, way) for region, way in chosen)
+
+    def _book(self, peer: Peer, theirs: KVHandshake, routes: tuple[tuple[str, Route], ...]) -> None:
+        if self._boots.get(peer.id) != peer.boot:
+            for agent, _ in routes:
+                self._driver.disconnect(agent)
+            return
+        num_blocks = min(region.num_blocks for region in theirs.ranks)
+        self._linked[peer.id] = LinkedPrefill(peer.id, theirs.boot, routes, num_blocks)
+        logger.info("linked to prefill worker %s", peer.id)
+
+    def _refuse(self, peer: Peer, error: GraphError) -> None:
+        if self._boots.get(peer.id) == peer.boot:
+            self._refusals[peer.id] = str(error)
+        logger.error("prefill worker %s cannot be used: %s", peer.id, error)

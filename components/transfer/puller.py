@@ -1,0 +1,320 @@
+"""The puller: carries out what each `Pull` decides, between the engine, the prefill worker and the driver.
+
+All of it lives on the event loop. A pull's id is the engine's sequence id; towards prefill every
+attempt has an id of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from components.messages import (
+    LeaseRelease,
+    LeaseRenew,
+    LeaseState,
+    PrefillDone,
+    PrefillPoll,
+    PrefillProgress,
+    PrefillRequest,
+    TokenLogprobs,
+)
+from components.transfer import pull as pulls
+from components.transfer.budget import Budget
+from components.transfer.driver import ReadResult, TransferDriver
+from components.transfer.metrics import TransferMetrics
+from components.transfer.peers import LinkedPrefill
+from components.transfer.plan import Side, plan, whole_blocks
+from components.transfer.pull import Action, Prompt, Pull, PullRules
+from graph import Call, Client, LinkError, NoPeer
+
+PREFILL_DEADLINE_S = 3600.0
+"""Bound of one remote prefill; its liveness is watched by polls, which have deadlines of their own."""
+
+RELEASE_TRIES = 3
+RELEASE_PAUSE_S = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+class PullEngine(Protocol):
+    """What the puller needs of the engine; see `components.engine.engine.Engine`."""
+
+    def reserve(self, id: str) -> None: ...
+    def compute_locally(self, id: str) -> None: ...
+    def adopt(self, id: str, *, token: int, logprobs: TokenLogprobs | None) -> None: ...
+    def settled(self, ids: Sequence[str]) -> None: ...
+
+
+class PullOwner(Protocol):
+    """Who started the pull and is told how it ended."""
+
+    def on_local(self, id: str, reason: str) -> None:
+        """The engine recomputes the prompt."""
+
+    def on_adopted(self, id: str, record: PullRecord) -> None:
+        """The engine goes on after the first token, whose KV and predecessors' are here."""
+
+    def on_finished(self, id: str, record: PullRecord, finish: pulls.Finish) -> None:
+        """The first token ended the sequence; the engine's sequence is to be dropped."""
+
+
+class PullRecord(msgspec.Struct):
+    """What one pull did, for the timing and the metrics."""
+
+    peer: str
+    cached_tokens: int = 0  # on the prefill side
+    blocks: int = 0
+    num_bytes: int = 0
+    descriptors: int = 0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    wait_ms: float = 0.0
+    post_ms: float = 0.0
+    wire_ms: float = 0.0
+    timeline: list[tuple[str, float]] = msgspec.field(default_factory=list)
+
+
+class _Active(msgspec.Struct):
+    """One pull and what belongs to it."""
+
+    id: str
+    request: PrefillRequest
+    peer: LinkedPrefill
+    pull: Pull
+    record: PullRecord
+    target: Side | None = None
+    call: Call | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+class Puller:
+    """All remote prefills of one decode worker."""
+
+    def __init__(
+        self,
+        *,
+        engine: PullEngine,
+        client: Client,
+        driver: TransferDriver,
+        owner: PullOwner,
+        rules: PullRules,
+        budget: Budget,
+        metrics: TransferMetrics,
+    ) -> None:
+        self._engine = engine
+        self._client = client
+        self._driver = driver
+        self._owner = owner
+        self._rules = rules
+        self._budget = budget
+        self._metrics = metrics
+        self._active: dict[str, _Active] = {}
+        self._tick_s = min(rules.lease_s / 6, rules.silence_s / 2, rules.timeout_s / 4)
+
+    @property
+    def num_active(self) -> int:
+        """Pulls that are not over, or whose READ is still in flight."""
+        return len(self._active)
+
+    def begin(self, id: str, request: PrefillRequest, prompt: Prompt, peer: LinkedPrefill) -> None:
+        """Starts a remote prefill for the engine's sequence `id`, which is in the state "matched"."""
+        active = _Active(id, request, peer, Pull(prompt, self._rules), PullRecord(peer.id))
+        self._active[id] = active
+        self._tick(active)
+        missing = prompt.num_tokens - prompt.cached_tokens
+        self._budget.take(id, missing, lambda: self._do(active, active.pull.granted(time.monotonic())))
+
+    def reserved(self, id: str, block_ids: Sequence[int], first_token: int) -> None:
+        """The engine lent blocks."""
+        active = self._active.get(id)
+        if active is not None:
+            active.target = Side(block_ids, first_token)
+            self._do(active, active.pull.reserved(time.monotonic()))
+
+    def cancel(self, id: str) -> None:
+        """The sequence ended, by its client or in the engine. Idempotent."""
+        active = self._active.get(id)
+        if active is not None:
+            self._do(active, active.pull.cancelled())
+
+    def peer_lost(self, peer: str) -> None:
+        """A prefill worker died or left."""
+        for active in [a for a in self._active.values() if a.peer.id == peer]:
+            self._do(active, active.pull.prefill_failed(f"prefill worker {peer} was lost"))
+
+    def close(self) -> None:
+        """Ends all pulls."""
+        for id in list(self._active):
+            self.cancel(id)
+
+    def _do(self, active: _Active, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._act(active, action)
+        if active.pull.is_quiet and self._active.get(active.id) is active:
+            del self._active[active.id]
+            if active.timer is not None:
+                active.timer.cancel()
+            self._budget.give(active.id)
+
+    def _act(self, active: _Active, action: Action) -> None:
+        match action:
+            case pulls.Ask():
+                self._ask(active)
+            case pulls.Reserve():
+                self._engine.reserve(active.id)
+            case pulls.Read():
+                self._read(active, action)
+            case pulls.Renew():
+                self._renew(active)
+            case pulls.Poll():
+                self._poll(active)
+            case pulls.Adopt(token, logprobs):
+                self._metrics.remote(active.pull.have - active.pull.prompt.cached_tokens)
+                self._owner.on_adopted(active.id, active.record)
+                self._engine.adopt(active.id, token=token, logprobs=logprobs)
+            case pulls.Finish():
+                self._metrics.remote(0)
+                self._owner.on_finished(active.id, active.record, action)
+            case pulls.Recompute(reason):
+                logger.warning("request %s is prefilled here: %s", active.id, reason)
+                self._owner.on_local(active.id, reason)
+                self._engine.compute_locally(active.id)
+            case pulls.Release():
+                self._release(active)
+            case pulls.Settle():
+                self._engine.settled([active.id])
+
+    def _tick(self, active: _Active) -> None:
+        active.timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick, active)
+        self._do(active, active.pull.ticked(time.monotonic()))
+
+    def _ask(self, active: _Active) -> None:
+        def on_item(item: Any) -> None:
+            self._told(active, item)
+
+        def on_end(error: LinkError | None) -> None:
+            if error is not None:
+                self._do(active, active.pull.prefill_failed(f"{active.peer.id}: {error}"))
+
+        try:
+            active.call = self._client.open(
+                active.request, peer=active.peer.id, timeout_s=PREFILL_DEADLINE_S, on_item=on_item, on_end=on_end
+            )
+        except NoPeer as error:
+            self._do(active, active.pull.prefill_failed(str(error)))
+
+    def _told(self, active: _Active, item: Any) -> None:
+        """Prefill said where it stands, by itself or when asked."""
+        now = time.monotonic()
+        progress = item.progress if isinstance(item, PrefillDone) else item
+        active.record.cached_tokens = progress.cached_tokens
+        if progress.num_tokens and not active.pull.is_over:
+            active.record.timeline.append(("chunk", progress.at_ms))
+        if isinstance(item, PrefillDone):
+            active.record.queue_ms, active.record.prefill_ms = item.queue_ms, item.prefill_ms
+            self._do(active, active.pull.completed(item, now))
+        elif isinstance(item, PrefillProgress):
+            self._do(active, active.pull.progressed(item, now))
+
+    def _read(self, active: _Active, action: pulls.Read) -> None:
+        assert active.target is not None
+        source = Side(action.source_ids, action.source_first)
+        fault = next((b for b in action.source_ids if not 0 <= b < active.peer.num_blocks), None)
+        if fault is not None:
+            reason = f"prefill announced block {fault}; it has {active.peer.num_blocks}"
+            self._do(active, active.pull.read_failed(reason))
+            return
+        parts = []
+        for agent, way in active.peer.routes:
+            stop = whole_blocks(way, action.stop)
+            parts.append((agent, plan(way, source, active.target, start=action.start, stop=stop)))
+        active.record.timeline.append(("read", time.monotonic() * 1e3))
+        self._driver.read(parts, lambda result: self._read_ended(active, action, result))
+
+    def _read_ended(self, active: _Active, action: pulls.Read, result: ReadResult) -> None:
+        record, now = active.record, time.monotonic()
+        is_failed = result.error is not None
+        times = {"wait_ms": result.wait_ms, "post_ms": result.post_ms, "wire_ms": result.wire_ms}
+        self._metrics.read(result.num_bytes, **times, is_failed=is_failed)
+        record.timeline.append(("read_failed" if is_failed else "read_done", now * 1e3))
+        record.wait_ms += result.wait_ms
+        record.post_ms += result.post_ms
+        record.wire_ms += result.wire_ms
+        if result.error is not None:
+            self._do(active, active.pull.read_failed(f"KV transfer from {active.peer.id} failed: {result.error}"))
+            return
+        size = active.pull.prompt.block_size
+        record.blocks += -(-action.stop // size) - action.start // size
+        record.num_bytes += result.num_bytes
+        record.descriptors += result.descriptors
+        self._do(active, active.pull.read_done(action.stop, now))
+
+    def _renew(self, active: _Active) -> None:
+        sent_at = time.monotonic()
+
+        def answered(held: bool | None) -> None:
+            if held is False:
+                self._metrics.lease_lost()
+            self._do(active, active.pull.lease_answered(held, sent_at=sent_at, now=time.monotonic()))
+
+        request = LeaseRenew(active.request.id, active.request.lease_ms)
+        self._once(
+            active.peer.id,
+            request,
+            on_reply=lambda reply: answered(isinstance(reply, LeaseState) and reply.held),
+            on_failure=lambda error: answered(None),
+        )
+
+    def _poll(self, active: _Active) -> None:
+        def on_reply(reply: Any) -> None:
+            active.pull.poll_answered()
+            self._told(active, reply)
+
+        def on_failure(error: LinkError) -> None:
+            self._do(active, active.pull.poll_failed(f"{active.peer.id} does not say where it stands: {error}"))
+
+        self._once(active.peer.id, PrefillPoll(active.request.id), on_reply=on_reply, on_failure=on_failure)
+
+    def _release(self, active: _Active) -> None:
+        if active.call is None:
+            return  # never asked
+        self._send_release(active.peer.id, active.request.id, RELEASE_TRIES)
+        active.call.cancel()
+
+    def _send_release(self, peer: str, attempt: str, tries: int) -> None:
+        def on_failure(error: LinkError) -> None:
+            if isinstance(error, NoPeer) or tries <= 1:
+                logger.info("release of %s did not reach %s, its lease will end: %s", attempt, peer, error)
+                return
+            loop = asyncio.get_running_loop()
+            loop.call_later(RELEASE_PAUSE_S, self._send_release, peer, attempt, tries - 1)
+
+        self._once(peer, LeaseRelease(attempt), on_reply=lambda reply: None, on_failure=on_failure)
+
+    def _once(
+        self,
+        peer: str,
+        request: LeaseRenew | LeaseRelease | PrefillPoll,
+        *,
+        on_reply: Callable[[Any], None],
+        on_failure: Callable[[LinkError], None],
+    ) -> None:
+        """Sends a request with one reply, without a task; exactly one of the two callbacks follows."""
+        replies: list[Any] = []
+
+        def on_end(error: LinkError | None) -> None:
+            if replies:
+                on_reply(replies[0])
+            else:
+                on_failure(error or LinkError(f"{peer} gave no answer"))
+
+        try:
+            self._client.open(request, peer=peer, timeout_s=self._rules.lease_s, on_item=replies.append, on_end=on_end)
+        except NoPeer as error:
+            on_failure(error)
