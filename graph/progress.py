@@ -1,0 +1,96 @@
+"""Start-up progress: what each replica is doing, and for how long.
+
+On a terminal one live line per replica; elsewhere a plain line whenever one does something new.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from graph.status import GraphStatus, ReplicaStatus
+
+_COLOURS = {"ready": "green", "starting": "yellow", "draining": "cyan", "failed": "red", "stopped": "red"}
+
+
+class Progress:
+    """Shows the start of a graph; a context manager. `update` is cheap and may be called for every change."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._shown: dict[str, tuple[str, str]] = {}
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def update(self, status: GraphStatus, now_s: float | None = None) -> None:
+        """Shows `status`; called on every change, and each second so that times go on."""
+        replicas = [replica for node in status.nodes.values() for replica in node.replicas]
+        now_s = time.time() if now_s is None else now_s
+        if self._live is not None:
+            self._live.update(_table(replicas, now_s), refresh=True)
+            return
+        for replica in replicas:
+            what = (replica.state, replica.doing)
+            if self._shown.get(replica.id) != what:
+                self._shown[replica.id] = what
+                self._console.print(_line(replica), highlight=False, markup=False, soft_wrap=True)
+
+
+def _table(replicas: list[ReplicaStatus], now_s: float) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for replica in replicas:
+        colour = _COLOURS[replica.state]
+        seconds = "" if replica.state == "ready" else f"{max(0.0, now_s - replica.since):.0f} s"
+        table.add_row(replica.id, f"[{colour}]{replica.state}[/]", seconds, Text(replica.doing))
+    return table
+
+
+def status_table(status: GraphStatus, now_s: float) -> Table:
+    """The table that `graph status` shows."""
+    table = Table(
+        title=f"{status.graph}: {status.state}  {status.url or ''}", title_justify="left", box=None, padding=(0, 2)
+    )
+    for column in ("replica", "state", "since", "pid", "MiB", "restarts", ""):
+        table.add_column(column, justify="left" if column in ("replica", "state", "") else "right")
+    for node, counts in status.nodes.items():
+        if not counts.replicas:
+            table.add_row(node, Text("none", style="dim"))
+        for replica in counts.replicas:
+            table.add_row(
+                replica.id,
+                Text(replica.state, style=_COLOURS[replica.state]),
+                _duration(now_s - replica.since),
+                str(replica.pid or ""),
+                str(replica.rss_mb or ""),
+                str(replica.restarts),
+                Text(replica.doing or replica.reason),
+            )
+    return table
+
+
+def _duration(seconds: float) -> str:
+    whole = max(0, int(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    return f"{whole // 60} min" if whole < 7200 else f"{whole // 3600} h"
+
+
+def _line(replica: ReplicaStatus) -> str:
+    return f"{replica.id} {replica.state}" + (f": {replica.doing}" if replica.doing else "")

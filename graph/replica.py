@@ -1,0 +1,165 @@
+"""The replica's process: one component, from its start to its end.
+
+    told       the spec arrives on standard input; the component's module is imported
+    starting   the component starts; progress goes to the supervisor
+    ready      it serves, until SIGTERM (a planned end) or a failure
+    draining   no new work arrives; the running work is finished
+    stopped    everything is freed; exit status 0 after a planned end, else 1
+
+The process never outlives its parent: the kernel kills it when the parent dies, and the end of
+standard input says so as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from graph.component import Component
+from graph.context import ReplicaContext
+from graph.link import Links, ZeroMQ
+from graph.loader import import_component
+from graph.metrics import read_families, replica_port
+from graph.spec import ReplicaSpec
+
+log = logging.getLogger("headrace.replica")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Entry point of `python -m graph.replica`."""
+    _die_with_parent()
+    spec = msgspec.json.decode(_read_line(0), type=ReplicaSpec)
+    if os.getppid() != spec.parent_pid:  # it died before the kernel was asked to tell
+        return 1
+    _set_title(spec.title)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _raise_file_limit()
+    log.info("%s boot %s starts, pid %d", spec.id, spec.boot, os.getpid())
+    component_class = import_component(spec.component)
+    component = component_class(msgspec.convert(spec.options, component_class.Options))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Replica(spec, component).run())
+
+
+class Replica:
+    """Runs one component through its life."""
+
+    def __init__(self, spec: ReplicaSpec, component: Component) -> None:
+        self._spec = spec
+        self._component = component
+        self._leave = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
+
+    async def run(self) -> int:
+        """Returns the process's exit status."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._leave.set)
+        loop.add_reader(0, _exit_without_parent)
+        metrics = CollectorRegistry()
+        links = Links(self._spec.id, self._spec.boot, transport=ZeroMQ(), listen=self._spec.address)
+        context = ReplicaContext(self._spec, links, loop=loop, metrics=metrics, on_failure=self._fail)
+        links.serve(replica_port(), lambda _, stream: stream.end(read_families(metrics)))
+        try:
+            context.join()
+            await self._live(context)
+        except Exception as error:  # the component's own; the log is what the supervisor shows
+            log.exception("%s failed", self._spec.id)
+            self._fail(error)
+        finally:
+            await self._close(context, links)
+        return 0 if self._failure is None else 1
+
+    async def _live(self, context: ReplicaContext) -> None:
+        context.progress("starting")
+        if not await self._unless(self._component.start(context), self._leave):
+            return
+        gc.collect()
+        gc.freeze()  # what start-up made stays; collections need not walk it again
+        await context.report("ready")
+        log.info("%s is ready", self._spec.id)
+        await self._unless(self._leave.wait())
+        log.info("%s drains", self._spec.id)
+        await self._unless(self._component.drain())
+
+    async def _unless(self, work: Coroutine[Any, Any, Any], *others: asyncio.Event) -> bool:
+        """Does `work`; whether it finished before any of `others`. A failure elsewhere ends it and is raised."""
+        events = [asyncio.create_task(event.wait()) for event in (self._failed, *others)]
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait([task, *events], return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            if task.done():
+                await task
+            return task.done()
+        finally:
+            for pending in (task, *events):
+                pending.cancel()
+            await asyncio.gather(task, *events, return_exceptions=True)
+
+    async def _close(self, context: ReplicaContext, links: Links) -> None:
+        try:
+            await self._component.stop()
+        except Exception as error:  # must not keep the links from being closed
+            log.exception("%s failed to stop", self._spec.id)
+            self._fail(error)
+        await context.close()
+        await links.close()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._failed.set()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _exit_without_parent() -> None:
+    if not os.read(0, 1):
+        os._exit(1)
+
+
+def _read_line(descriptor: int) -> bytes:
+    """The one line that the parent sends; afterwards the pipe only tells whether it lives."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(descriptor, 65536)
+        if not piece:
+            sys.exit("the parent is gone")
+        line += piece
+    return bytes(line)
+
+
+def _raise_file_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _set_title(title: str) -> None:
+    import setproctitle
+
+    setproctitle.setproctitle(title)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

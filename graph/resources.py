@@ -1,0 +1,104 @@
+"""Resources: how a machine's cores and GPUs are divided among replicas. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from graph.declare import GraphView, NodeView
+from graph.errors import LaunchError
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What this process may use: CPU cores, and GPUs as `CUDA_VISIBLE_DEVICES` names them."""
+
+    num_cores: int
+    gpus: tuple[str, ...] = ()
+
+
+def this_machine(environment: Mapping[str, str]) -> Machine:
+    """The machine as the launcher finds it; GPUs are those made visible, else those with a device file."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        found = sorted(p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*"))
+    else:
+        found = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    return Machine(len(os.sched_getaffinity(0)), tuple(found))
+
+
+def cores_for(node: NodeView, view: GraphView, desired: Mapping[str, int], num_cores: int) -> int:
+    """CPU cores of one replica of `node`, when `desired` replicas of each node run.
+
+    A node that states its cores gets them. Components that compute all the time share what is
+    left; all others get one, because they wait most of the time.
+    """
+    if node.cores is not None:
+        return max(1, int(node.cores))
+    if not node.component.compute:
+        return 1
+    stated = sum((n.cores or 0) * desired[n.name] for n in view.nodes.values())
+    sharing = sum(desired[n.name] for n in view.nodes.values() if n.cores is None and n.component.compute)
+    return max(1, int((num_cores - stated) // max(1, sharing)))
+
+
+class GpuPool:
+    """Which replica holds which GPU. Shares below one may sit together on a GPU; whole ones do not."""
+
+    def __init__(self, gpus: tuple[str, ...]) -> None:
+        self._free = dict.fromkeys(gpus, 1.0)
+        self._held: dict[str, dict[str, float]] = {}
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs on this machine, taken or not."""
+        return len(self._free)
+
+    def take(self, replica: str, amount: float) -> tuple[str, ...] | None:
+        """The GPUs of `replica`; the same ones when asked again. None where the machine has no GPU at all.
+
+        Raises `LaunchError` when there is not enough left.
+        """
+        if not self._free:
+            return None
+        if replica not in self._held:
+            self._held[replica] = self._choose(amount)
+            for gpu, share in self._held[replica].items():
+                self._free[gpu] -= share
+        return tuple(self._held[replica])
+
+    def give_back(self, replica: str) -> None:
+        """Called when `replica` is dead and will not start again. Idempotent."""
+        for gpu, share in self._held.pop(replica, {}).items():
+            self._free[gpu] += share
+
+    def _choose(self, amount: float) -> dict[str, float]:
+        if amount < 1:
+            shared = [gpu for gpu, free in self._free.items() if amount <= free + 1e-6]
+            chosen = sorted(shared, key=lambda gpu: self._free[gpu])[:1] if amount else []
+            short = bool(amount) and not chosen
+        else:
+            chosen = [gpu for gpu, free in self._free.items() if free > 1 - 1e-6][: int(amount)]
+            short = len(chosen) < int(amount)
+        if short:
+            left = ", ".join(f"{gpu}: {free:g}" for gpu, free in self._free.items())
+            raise LaunchError(
+                f"{amount:g} GPUs asked for, but of {self.num_gpus} there is left {left}; use fewer replicas"
+            )
+        return dict.fromkeys(chosen, min(amount, 1.0))
+
+
+def thread_environment(num_cores: int) -> dict[str, str]:
+    """Environment of a replica that may use `num_cores`: as many threads, and none that spins while it waits."""
+    threads = str(num_cores)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "RAYON_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "GOMP_SPINCOUNT": "0",
+    }

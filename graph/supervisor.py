@@ -1,0 +1,275 @@
+"""The supervisor: keeps a graph's replicas as its desired counts say.
+
+It owns their processes, their directory and their resources. Commands change the desired counts;
+`policy` decides what that means, each `Managed` replica acts, the registry books who is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from socket import socket
+from typing import Literal
+
+from graph.component import Health, Peer
+from graph.declare import GraphView
+from graph.errors import DeclarationError, LaunchError, LinkError
+from graph.launcher import LocalLauncher, LocalProcess, bound_log
+from graph.link import Links, ZeroMQ
+from graph.loader import component_reference
+from graph.managed import Managed
+from graph.metrics import Families, Family, ReadMetrics, Sample, merge, replica_calls
+from graph.policy import DRAIN_TIMEOUT_S, drain_order, free_indexes, plan_scale, split_replica
+from graph.registry import SUPERVISOR, Directory, LocalRegistry
+from graph.resources import GpuPool, Machine, cores_for, thread_environment
+from graph.rundir import RunDir, log_path, socket_path
+from graph.spec import ReplicaSpec, plain_options, targets_of
+from graph.status import GraphStatus, node_status, num_in_states
+
+MAX_LOG_BYTES = 8 << 20
+_LOG_CHECK_S = 30.0
+
+Phase = Literal["starting", "serving", "draining"]
+
+
+class Supervisor:
+    """Starts, scales, restarts and ends the replicas of one graph. Main thread's event loop only."""
+
+    def __init__(
+        self,
+        view: GraphView,
+        run_dir: RunDir,
+        *,
+        launcher: LocalLauncher,
+        machine: Machine,
+        listeners: Mapping[str, socket],
+        environment: Mapping[str, str],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.view = view
+        self.phase: Phase = "starting"
+        self.url: str | None = None
+        self.replicas: dict[str, Managed] = {}
+        self.desired = {name: node.replicas for name, node in view.nodes.items()}
+        self.registry = LocalRegistry(view)
+        self.gpus = GpuPool(machine.gpus)
+        self._run_dir = run_dir
+        self._launcher = launcher
+        self._machine = machine
+        self._listeners = listeners
+        self._environment = environment
+        self._on_change = on_change
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._unwaited: set[asyncio.Task[None]] = set()  # of commands that nobody waits for
+        self._commands = asyncio.Lock()
+        boot = uuid.uuid4().hex[:8]
+        address = f"ipc://{socket_path(run_dir.path, SUPERVISOR, boot)}"
+        self.peer = Peer(SUPERVISOR, boot, address)
+        self.links = Links(SUPERVISOR, boot, transport=ZeroMQ(), listen=address)
+        calls = replica_calls()
+        self._replica_client = self.links.client(calls, dict.fromkeys(view.nodes, calls.name))
+
+    # Life
+
+    def start(self) -> None:
+        """Starts every desired replica; returns at once."""
+        self.registry.watch(self._on_directory)
+        for node, count in self.desired.items():
+            for index in range(count):
+                self._add(node, index)
+
+    async def started(self) -> list[Managed]:
+        """Waits until every replica is ready, or one has failed; returns those that failed."""
+        waits = [asyncio.ensure_future(m.until("ready", "failed")) for m in self.replicas.values()]
+        try:
+            for done in asyncio.as_completed(waits):
+                if await done == "failed":
+                    break
+        finally:
+            for wait in waits:
+                wait.cancel()
+        failed = [m for m in self.replicas.values() if m.state == "failed"]
+        if not failed and self.phase == "starting":
+            self.phase = "serving"
+            self._on_change()
+        return failed
+
+    async def stop(self) -> None:
+        """Drains the whole graph, callers before those they call, within one bounded time."""
+        self.phase = "draining"
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        groups = [[m for m in self.replicas.values() if m.state != "ready"]]
+        groups += [[m for m in self.replicas.values() if m.node in nodes] for nodes in drain_order(self.view)]
+        for group in groups:
+            await asyncio.gather(*(m.leave(max(0.0, deadline - time.monotonic())) for m in group))
+
+    async def close(self) -> None:
+        """Kills what still runs, waits until it is dead, and closes the links."""
+        for managed in self.replicas.values():
+            managed.kill()
+        await asyncio.gather(*self._tasks.values())
+        await self.links.close()
+
+    async def bound_logs(self) -> None:
+        """Runs as long as the graph: keeps the logs from filling the disk."""
+        while True:
+            await asyncio.sleep(_LOG_CHECK_S)
+            for log in sorted((self._run_dir.path / "logs").glob("*.log")):
+                bound_log(log, MAX_LOG_BYTES)
+
+    # Commands
+
+    async def scale(self, targets: Sequence[str], tell: Callable[[str], None], *, wait: bool) -> None:
+        """Carries out `graph scale`; raises `DeclarationError` before anything is touched."""
+        async with self._commands:
+            counts = plan_scale(self.view, self.desired, targets, self.gpus.num_gpus)
+            added, removed = [], []
+            for node, count in counts.items():
+                present = sorted(self._of(node), key=lambda m: (m.state != "failed", -m.index))
+                removed += present[: max(0, len(present) - count)]
+                indexes = free_indexes((m.index for m in present), max(0, count - len(present)))
+                added += [self._add(node, index) for index in indexes]
+                self.desired[node] = count
+            tell(f"starting {len(added)}, draining {len(removed)} replicas")
+            work = [self._remove(m, tell) for m in removed] + [_tell_ready(m, tell) for m in added]
+            tasks = [asyncio.create_task(one) for one in work]
+            if wait:
+                await asyncio.gather(*tasks)
+            else:
+                self._background(tasks)
+
+    async def restart(self, target: str, tell: Callable[[str], None]) -> None:
+        """Carries out `graph restart`: one replica after the other, each ready before the next leaves."""
+        async with self._commands:
+            for managed in self._chosen(target):
+                await self._remove(managed, tell)
+                await _tell_ready(self._add(managed.node, managed.index), tell)
+
+    async def drain(self, target: str, tell: Callable[[str], None]) -> None:
+        """Carries out `graph drain`: the replica leaves and is not replaced."""
+        async with self._commands:
+            if "/" not in target:
+                raise DeclarationError(f"name one replica, such as '{target}/0'")
+            for managed in self._chosen(target):
+                self.desired[managed.node] -= 1
+                await self._remove(managed, tell)
+
+    # What others ask
+
+    def status(self) -> GraphStatus:
+        """The graph as it is now."""
+        nodes = {node: node_status(desired, self._of(node)) for node, desired in self.desired.items()}
+        state = self.health.state if self.phase == "serving" else self.phase
+        return GraphStatus(self._run_dir.name, state, self.url, nodes)
+
+    @property
+    def health(self) -> Health:
+        """The graph's health as the registry has it."""
+        return self.registry.directory.health
+
+    async def collect_metrics(self, timeout_s: float) -> bytes:
+        """All replicas' metrics, and the supervisor's own; who does not answer in time is left out."""
+        ids = [m.id for m in self.replicas.values() if m.state in ("ready", "draining")]
+        answers = await asyncio.gather(*(self._read_metrics(id, timeout_s) for id in ids))
+        return merge(self._own_metrics(), {id: families for id, families in zip(ids, answers, strict=True) if families})
+
+    async def _read_metrics(self, id: str, timeout_s: float) -> tuple[Family, ...]:
+        try:
+            reply = await self._replica_client.call(ReadMetrics(), peer=id, timeout_s=timeout_s)
+        except LinkError:
+            return ()
+        assert isinstance(reply, Families)
+        return reply.families
+
+    def _own_metrics(self) -> list[Family]:
+        counts = num_in_states(self.status().nodes)
+        replicas = tuple(
+            Sample("headrace_replicas", {"node": node, "state": state}, n) for (node, state), n in counts.items()
+        )
+        restarts = tuple(
+            Sample("headrace_replica_restarts_total", {"node": m.node, "replica": m.id}, m.num_restarts)
+            for m in self.replicas.values()
+        )
+        return [
+            Family("headrace_replicas", "Replicas by state.", "gauge", replicas),
+            Family("headrace_replica_restarts", "Restarts that nobody asked for.", "counter", restarts),
+        ]
+
+    # Replicas
+
+    def _of(self, node: str) -> list[Managed]:
+        return [m for m in self.replicas.values() if m.node == node]
+
+    def _chosen(self, target: str) -> list[Managed]:
+        node, index = split_replica(self.view, target)
+        chosen = [m for m in self._of(node) if index in (None, m.index)]
+        if not chosen:
+            known = ", ".join(m.id for m in self._of(node)) or "no replica"
+            raise DeclarationError(f"no replica {target!r}; the node has {known}")
+        return chosen
+
+    def _add(self, node: str, index: int) -> Managed:
+        id = f"{node}/{index}"
+        managed = Managed(
+            id,
+            run_dir=self._run_dir.path,
+            log_file=log_path(self._run_dir.path, id),
+            registry=self.registry,
+            start=self._start,
+            on_change=self._on_change,
+        )
+        self.replicas[id] = managed
+        self._tasks[id] = asyncio.create_task(managed.run(), name=id)
+        return managed
+
+    async def _remove(self, managed: Managed, tell: Callable[[str], None]) -> None:
+        began = time.monotonic()
+        await managed.leave(DRAIN_TIMEOUT_S)
+        await self._tasks.pop(managed.id)
+        self.gpus.give_back(managed.id)
+        del self.replicas[managed.id]
+        tell(f"{managed.id} left after {time.monotonic() - began:.1f} s")
+
+    def _start(self, managed: Managed, boot: str, path: Path) -> LocalProcess:
+        node = self.view.nodes[managed.node]
+        num_cores = cores_for(node, self.view, self.desired, self._machine.num_cores)
+        spec = ReplicaSpec(
+            id=managed.id,
+            boot=boot,
+            graph=self._run_dir.name,
+            component=component_reference(node.component, self.view.file),
+            options=plain_options(node),
+            run_dir=str(self._run_dir.path),
+            address=f"ipc://{path}",
+            supervisor=self.peer,
+            targets=targets_of(self.view, node.name),
+            num_cores=num_cores,
+            parent_pid=os.getpid(),
+        )
+        environment = {"UCX_NET_DEVICES": "lo", **self._environment, **thread_environment(num_cores)}
+        gpus = self.gpus.take(managed.id, node.gpus)
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return self._launcher.start(
+            spec, environment=environment, log=managed.log_file, listener=self._listeners.get(node.name)
+        )
+
+    def _on_directory(self, directory: Directory) -> None:
+        self.links.set_peers([entry.peer() for entry in directory.replicas])
+
+    def _background(self, tasks: list[asyncio.Task[None]]) -> None:
+        self._unwaited.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._unwaited.discard)
+
+
+async def _tell_ready(managed: Managed, tell: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    if await managed.until("ready", "failed") == "ready":
+        tell(f"{managed.id} ready after {time.monotonic() - began:.1f} s")
+    elif managed.state == "failed":
+        raise LaunchError(f"{managed.id} failed: {managed.reason}\n{managed.last_words}")
