@@ -23,14 +23,42 @@ recomputed, prompt and output alike.
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from functools import partial
 
 import msgspec
 
+from components.engine.batch import assemble
+from components.engine.book import Book
+from components.engine.outputs import (
+    ChunkComputed,
+    Ended,
+    EngineRequest,
+    Matched,
+    Output,
+    Reserved,
+    StepReport,
+    StepStats,
+    StepTokens,
+)
 from components.engine.runner import Runner
-from components.messages import FinishReason, Load, Sampling, Stopping, TokenLogprobs
-from graph import LinkError, Message
+from components.engine.scheduler import Limits, Plan, schedule
+from components.kv.pool import BlockPool
+from components.messages import Load, TokenLogprobs
+from graph import LinkError, PeerFault, RequestCancelled
+
+__all__ = [
+    "ChunkComputed", "Ended", "Engine", "EngineConfig", "EngineRequest", "Matched", "Output", "Reserved", "StepReport",
+    "StepStats", "StepTokens",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+_MAX_FAILURES_IN_A_ROW = 2
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,90 +71,163 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to compute; the fields are those of `GenerateRequest` and `PrefillRequest`."""
-
-    id: str
-    tokens: list[int]
-    num_prompt_tokens: int
-    sampling: Sampling
-    stopping: Stopping
-    mode: Literal["generate", "prefill", "remote"] = "generate"
-    cache_salt: str | None = None
-    priority: int = 0
-
-
-class StepTokens(msgspec.Struct, frozen=True):
-    """New tokens of a sequence; `finish` ends it. `cached_tokens` stands in the first one."""
-
-    id: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish: FinishReason | None = None
-    cached_tokens: int | None = None
-
-
-class ChunkComputed(msgspec.Struct, frozen=True):
-    """Mode "prefill": KV of tokens [0, num_tokens) is final in `block_ids` (from token 0). The last one has the first token."""
-
-    id: str
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    cached_tokens: int
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
-
-
-class Matched(msgspec.Struct, frozen=True):
-    """Mode "remote": the prompt's first `cached_tokens` are here and pinned; decide what to do with the rest."""
-
-    id: str
-    cached_tokens: int
-
-
-class Reserved(msgspec.Struct, frozen=True):
-    """Mode "remote": blocks for all prompt tokens from `first_token` on; they are lent to the transfer now."""
-
-    id: str
-    block_ids: tuple[int, ...]
-    first_token: int
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """The sequence ended without finishing: cancelled, refused, or failed."""
-
-    id: str
-    error: LinkError
-
-
-Output = StepTokens | ChunkComputed | Matched | Reserved | Ended
-
-
-class StepReport(msgspec.Struct, frozen=True):
-    """All that one step, or one round of commands, brought: handed over in one piece."""
-
-    outputs: tuple[Output, ...]
-    events: tuple[Message, ...]  # BlocksStored, BlocksRemoved, BlocksCleared
-    load: Load
-    quarantined_blocks: int = 0
-
-
 class Engine:
     """Thread-safe front of the engine's thread; commands are queued and carried out between steps."""
 
     def __init__(self, runner: Runner, config: EngineConfig, on_report: Callable[[StepReport], None]) -> None:
-        """`on_report` is called on the engine's thread, once per step that has something to tell."""
+        """`on_report` is called on the engine's thread, whenever there is something to tell: after each
+        step, and before one if commands or the plan brought something. The engine closes the runner.
+        """
+        self.runner = runner
+        self.config = config
+        self._on_report = on_report
+        self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens)
+        self._pool = BlockPool(runner.num_blocks)
+        self._book = Book(
+            self._pool,
+            block_size=runner.layout.block_size,
+            hash_unit=config.hash_unit if config.enable_prefix_caching else None,
+            max_model_len=runner.max_model_len,
+            max_waiting=config.max_waiting,
+        )
+        self._commands: deque[Callable[[], None]] = deque()
+        self._awake = threading.Condition()
+        self._is_stopping = False
+        self._failure: LinkError | None = None
+        self._num_failures = 0  # failed steps in a row
+        self._told_load = Load()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def submit(self, request: EngineRequest) -> None: ...
+    @property
+    def failure(self) -> LinkError | None:
+        """Why the engine ended by itself; None while it works."""
+        return self._failure
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence, by the model and the pool."""
+        return self._book.max_length
+
+    def start(self) -> None:
+        """Starts the thread; called once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends every sequence as cancelled, after the running step, and closes the runner. Blocks; idempotent."""
+        with self._awake:
+            self._is_stopping = True
+            self._awake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.runner.close()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queues a sequence, whose id no live one may have. Raises `PeerFault` once the engine has failed."""
+        if self._failure is not None:
+            raise self._failure
+        self._command(partial(self._book.submit, request))
+
     def abort(self, id: str) -> None:
         """Ends the sequence in any state; idempotent, unknown ids are ignored."""
-    def compute_locally(self, id: str) -> None: ...
-    def reserve(self, id: str) -> None: ...
+        self._command(partial(self._book.abort, id))
+
+    def compute_locally(self, id: str) -> None:
+        """A matched, reserving or reserved sequence shall be computed here after all."""
+        self._command(partial(self._book.compute_locally, id))
+
+    def reserve(self, id: str) -> None:
+        """A matched sequence shall wait for room for the rest of its prompt."""
+        self._command(partial(self._book.reserve, id))
+
     def adopt(self, id: str, *, token: int, logprobs: TokenLogprobs | None) -> None:
         """All of the prompt's KV has arrived; `token` is the first output token, already chosen."""
+        self._command(partial(self._book.adopt, id, token=token, logprobs=logprobs))
+
     def settled(self, ids: Sequence[str]) -> None:
         """No byte will land any more in what was lent to these sequences."""
+        self._command(partial(self._settle, tuple(ids)))
+
     def release(self, id: str) -> None:
         """Unpins a held sequence; idempotent."""
+        self._command(partial(self._book.release, id))
+
+    # --- the thread
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._awake:
+            self._commands.append(command)
+            self._awake.notify()
+
+    def _settle(self, ids: tuple[str, ...]) -> None:
+        for id in ids:
+            self._pool.settle(id)
+
+    def _run(self) -> None:
+        try:
+            is_idle = True
+            while self._wait(only_if=is_idle):
+                self._obey()
+                plan = schedule(self._book.queues, self._pool, self._limits)
+                is_idle = not plan
+                self._book.apply(plan)
+                self._report()
+                if plan.work:
+                    self._report(self._step(plan))
+        except Exception as error:
+            log.exception("the engine failed")
+            self._failure = PeerFault(f"the engine failed: {error}")
+        self._end(self._failure or RequestCancelled("the worker is stopping"))
+
+    def _wait(self, *, only_if: bool) -> bool:
+        """Sleeps until there is a command, if nothing can be done before; False once the engine shall end."""
+        with self._awake:
+            while only_if and not self._commands and not self._is_stopping:
+                self._awake.wait()
+        return not self._is_stopping and self._failure is None
+
+    def _obey(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _step(self, plan: Plan) -> StepStats:
+        """Executes the plan's work and books it; a failure ends the sequences it concerns."""
+        started_s = time.monotonic()
+        try:
+            sampled = self.runner.execute(assemble(plan.work))
+        except Exception as error:
+            self._fail_step(plan, error)
+        else:
+            self._num_failures = 0
+            self._book.book(plan, sampled)
+        return StepStats(
+            duration_s=time.monotonic() - started_s,
+            num_sequences=len(plan.work),
+            num_tokens=sum(work.num_tokens for work in plan.work),
+            cached_blocks=self._pool.num_cached,
+            preemptions=self._book.num_preemptions,
+            prompt_tokens=self._book.num_prompt_tokens,
+            cached_tokens=self._book.num_cached_tokens,
+            generated_tokens=self._book.num_generated_tokens,
+        )
+
+    def _fail_step(self, plan: Plan, error: Exception) -> None:
+        log.exception("a step of %d sequences failed", len(plan.work))
+        fault = PeerFault(f"the model failed: {type(error).__name__}: {error}")
+        for work in plan.work:
+            self._book.fail(work.sequence, fault)
+        self._num_failures += 1
+        if self._num_failures >= _MAX_FAILURES_IN_A_ROW:
+            self._failure = PeerFault(f"the engine gave up after {self._num_failures} failed steps: {fault.message}")
+
+    def _report(self, stats: StepStats | None = None) -> None:
+        outputs, events, load = self._book.take_outputs(), self._pool.take_events(), self._book.load()
+        if outputs or events or stats is not None or load != self._told_load:
+            self._told_load = load
+            self._on_report(StepReport(outputs, events, load, self._pool.num_quarantined, stats))
+
+    def _end(self, error: LinkError) -> None:
+        """The last thing the thread does: every sequence still ends, in its one terminal output."""
+        self._obey()
+        for sequence in self._book.queues:
+            self._book.fail(sequence, error)
+        self._report()

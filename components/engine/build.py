@@ -1,0 +1,46 @@
+"""Makes the engine that a worker's options describe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from components.engine.engine import Engine, EngineConfig, StepReport
+from components.engine.fake import FakeRunner
+from components.engine.runner import Runner
+from components.options import WorkerOptions
+from graph import Context
+
+FAKE_NUM_BLOCKS = 4_096
+FAKE_MAX_MODEL_LEN = 8_192
+_CPU_BATCHED_TOKENS = 256  # a chunk of 0.4 to 0.8 s of the default model on one core
+_GPU_BATCHED_TOKENS = 8_192
+
+
+def build_engine(options: WorkerOptions, context: Context, on_report: Callable[[StepReport], None]) -> Engine:
+    """Loads the model and makes the engine, not yet started; blocks for as long as loading takes."""
+    runner = _make_runner(options, context)
+    batched_tokens = options.max_num_batched_tokens
+    if batched_tokens is None:
+        batched_tokens = _GPU_BATCHED_TOKENS if runner.region.memory == "VRAM" else _CPU_BATCHED_TOKENS
+    config = EngineConfig(
+        hash_unit=options.hash_unit or options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=batched_tokens,
+        max_waiting=options.max_waiting,
+        enable_prefix_caching=options.enable_prefix_caching,
+    )
+    return Engine(runner, config, on_report)
+
+
+def _make_runner(options: WorkerOptions, context: Context) -> Runner:
+    if options.engine == "fake":
+        return FakeRunner(
+            num_blocks=options.num_blocks or FAKE_NUM_BLOCKS,
+            block_size=options.block_size,
+            max_model_len=options.max_model_len or FAKE_MAX_MODEL_LEN,
+            speed=options.fake,
+            model=options.model,
+        )
+    from components.engine.torch_runner import TorchRunner  # imports torch
+
+    return TorchRunner(options, num_threads=context.num_cores, on_progress=context.progress)
