@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from graph import GraphView, NodeView
+from components.messages import GenerateRequest, PrefillRequest
+from graph import GraphView, Message, NodeView, Serves
+from graph.declare import ports_of
 
 DISABLED = "Disaggregated serving is not enabled, please check the configuration"
 """How a disaggregated request ends on a worker without a transfer backend."""
@@ -51,3 +53,25 @@ def transceiver_warnings(node: NodeView) -> Iterable[str]:
     if config["backend"] is None:
         option = f"{node.name}.cache_transceiver_config.backend"
         yield f"{option} is unset, so a disaggregated request ends in '{DISABLED}'; set {option}=NIXL to enable it"
+
+
+def reach_faults(router: NodeView, graph: GraphView) -> Iterable[str]:
+    """A router may answer with any worker it follows, so whoever asks it must be linked to all of them."""
+    followed = graph.linked_to(router.name, "events")
+    generating = [node for node in followed if _serves(node, GenerateRequest)]
+    prefilling = [node for node in followed if _serves(node, PrefillRequest)]
+    askers = graph.linked_to(router.name, "placement")
+    decoding = [node for node in generating if ports_of(node.component).get("prefill")]
+    for callers, workers in ((askers, generating), (decoding, prefilling)):
+        for caller in callers:
+            reached = {edge.target for edge in graph.edges if edge.source == caller.name}
+            for worker in workers:
+                if worker.name not in reached:
+                    yield (
+                        f"router '{router.name}' may send '{caller.name}' to '{worker.name}', which it has no edge to; "
+                        f"link {caller.name} to {worker.name}.requests, or give '{worker.name}' a router of its own"
+                    )
+
+
+def _serves(node: NodeView, request: type[Message]) -> bool:
+    return any(isinstance(port, Serves) and request in port.requests for port in ports_of(node.component).values())
