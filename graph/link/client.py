@@ -189,6 +189,7 @@ class Pool:
             line.outbox.put((LINE, Kind.BYE, None))
             line.close(error, linger_s)
         self._lines.clear()
+        self.live = {}
         self._deadlines.close()
 
     def _line(self, peer: Peer) -> Line:

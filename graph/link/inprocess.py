@@ -74,9 +74,9 @@ class _Pipe:
         self._loop.call_soon(self._deliver_waiting)
 
     def _deliver_waiting(self) -> None:
-        if self.deliver is None:
-            return
         for _ in range(len(self._waiting)):
+            if self.deliver is None:
+                return
             self.deliver(self._waiting.popleft())
         if self._waiting:
             self.wake()

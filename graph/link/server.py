@@ -162,7 +162,7 @@ class Server:
         self._max_bytes = max_bytes
         self._ports: dict[str, Served] = {}
         self._callers: dict[bytes, Caller] = {}
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._num_streams = 0
 
     def serve(self, served: Served) -> None:
@@ -196,7 +196,8 @@ class Server:
         """Cancels the streams of a start of a replica that is dead."""
         for line, caller in list(self._callers.items()):
             if caller.id == id and caller.boot == boot:
-                self._lose(line)
+                del self._callers[line]
+                caller.cut(PeerLost(f"{self._id} was told that {id} is dead"))
 
     def flush(self) -> None:
         """Sends what waited for room."""
@@ -254,6 +255,10 @@ class Server:
             stream = caller.streams.get(frame.stream)
             if stream is not None:
                 stream.cancel()
+        else:
+            self._traffic.num_faults += 1
+            error = ProtocolFault(f"{self._id} was sent a frame of unknown kind {frame.kind}")
+            caller.put((frame.stream, Kind.FAILURE, Failure.of(error)))
 
     def _open(self, caller: Caller, frame: Frame) -> None:
         served = self._ports.get(frame.port)
@@ -284,7 +289,7 @@ class Server:
             self._fail(served, stream, error)
             return
         if work is not None:
-            task = asyncio.ensure_future(self._await(served, work, stream))
+            task = self._loop.create_task(self._await(served, work, stream))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
