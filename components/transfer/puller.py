@@ -137,11 +137,13 @@ class Puller:
             active.target = Side(block_ids, first_token)
             self._do(active, active.pull.reserved(time.monotonic()))
 
-    def cancel(self, id: str) -> None:
-        """The sequence ended, by its client or in the engine. Idempotent."""
+    def cancel(self, id: str) -> bool:
+        """The sequence ended, by its client or in the engine. Idempotent; False if there is no pull for it."""
         active = self._active.get(id)
-        if active is not None:
-            self._do(active, active.pull.cancelled())
+        if active is None:
+            return False
+        self._do(active, active.pull.cancelled())
+        return True
 
     def peer_lost(self, peer: str) -> None:
         """A prefill worker died or left."""

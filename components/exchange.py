@@ -1,0 +1,68 @@
+"""What both ends of a KV transfer have: a driver over the engine's pool, and what to tell the other end.
+
+Built inside the worker process once the engine stands; `None` where no transfer back end is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from components.engine.engine import Engine
+from components.messages import KVHandshake
+from components.options import DisaggOptions
+from components.transfer.agent import LocalRegion, TransferAgent, TransferError
+from components.transfer.driver import TransferDriver
+from graph import Context, LaunchError
+
+MakeAgent = Callable[[DisaggOptions, LocalRegion], TransferAgent]
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """One worker's end: the driver of its agent, and its side of the handshake."""
+
+    driver: TransferDriver
+    handshake: KVHandshake
+
+
+def make_agent(options: DisaggOptions, region: LocalRegion) -> TransferAgent:
+    """The agent that the options name. Called on the driver's thread; raises `TransferError`."""
+    if options.cache_transceiver_config.backend == "memory":
+        from components.transfer.memory import MemoryAgent
+
+        return MemoryAgent(region)
+    from components.transfer.nixl import NixlAgent  # NIXL's Python API imports torch
+
+    return NixlAgent(region, transport=options.nixl_backend)
+
+
+async def open_exchange(
+    options: DisaggOptions, context: Context, engine: Engine, *, make_agent: MakeAgent = make_agent
+) -> Exchange | None:
+    """Registers the engine's pool with the back end; raises `LaunchError` naming the setting if it cannot."""
+    backend = options.cache_transceiver_config.backend
+    if backend is None:
+        return None
+    context.progress(f"registering KV memory with {backend}")
+    region = _region(engine)
+    driver = TransferDriver(lambda: make_agent(options, region))
+    try:
+        registered = await driver.start()
+    except TransferError as error:
+        raise LaunchError(f"cache_transceiver_config.backend={backend}: {error}") from error
+    context.spawn(driver.run(), name="transfer")
+    carrier = backend if backend == "memory" else options.nixl_backend
+    return Exchange(driver, KVHandshake(context.id, context.boot, carrier, (registered,)))
+
+
+def _region(engine: Engine) -> LocalRegion:
+    region = engine.runner.region
+    return LocalRegion(
+        layout=engine.runner.layout,
+        base=region.address,
+        num_blocks=region.num_blocks,
+        block_bytes=region.block_bytes,
+        memory="VRAM" if region.memory == "VRAM" else "DRAM",
+        device=region.device,
+    )
