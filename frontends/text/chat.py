@@ -27,11 +27,8 @@ class Message(Fields):
     @model_validator(mode="before")
     @classmethod
     def _calls_need_no_content(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("content") is None:
-            spoke_by_calls = value.get("role") == "assistant" and (
-                value.get("tool_calls") or value.get("function_call")
-            )
-            return {**value, "content": ""} if spoke_by_calls else value
+        if isinstance(value, dict) and value.get("content") is None and value.get("role") == "assistant":
+            return {**value, "content": ""} if value.get("tool_calls") or value.get("function_call") else value
         return value
 
     @field_validator("role", mode="before")
@@ -52,15 +49,13 @@ class Message(Fields):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it, with no field the client did not send."""
-        return self.model_dump(exclude_none=True)
+        return {name: value for name, value in self if value is not None}
 
 
 def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "refusal"):
-        raise ValueError(
-            f"this model takes text only, not parts of type {kind!r}" if kind else "parts must have a type"
-        )
+        raise ValueError(f"parts must be of type 'text', not {kind!r}: this model takes text only")
     text = part.get(kind)
     if not isinstance(text, str):
         raise ValueError(f"a part of type {kind!r} must have a string {kind!r}")

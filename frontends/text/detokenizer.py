@@ -79,6 +79,7 @@ class Detokenizer:
         self._num_shown = 0  # of these, handed out
         self._held = ""  # the rest
         self._pending: list[TokenText] = []  # tokens that were not handed out yet
+        self._num_open = 0  # of these, the last ones, which wait for the rest of their character
         self._is_over = False
 
     def feed(self, ids: Sequence[int], *, silent_last: bool = False) -> Piece:
@@ -100,7 +101,7 @@ class Detokenizer:
         if self._is_over:
             return _NOTHING
         rest = self._decoder.flush()
-        self._is_over = True
+        self._is_over, self._num_open = True, 0
         if self._is_plain:
             return Piece(rest, 0)
         found = self._append_rest(rest) if rest else None
@@ -109,6 +110,8 @@ class Detokenizer:
     def _take(self, id: int, text: str, is_silent: bool) -> StopFound | None:
         data = b"" if is_silent or id in self._skipped else self._vocabulary.bytes_of(id)
         self._pending.append(TokenText(id, text, data, self._num_chars))
+        continues = self._num_open > 0 and not text
+        self._num_open = 1 + (self._num_open if continues else 0) if self._decoder.is_mid_character else 0
         self._num_fed += 1
         self._num_chars += len(text)
         self._held += text
@@ -135,10 +138,8 @@ class Detokenizer:
         """Hands out the text before character `upto`, and the tokens all of whose text that is."""
         size = upto - self._num_shown
         text, self._held, self._num_shown = self._held[:size], self._held[size:], upto
-        # While a character is unfinished, the last tokens wait for the rest of it.
-        limit = upto - 1 if self._decoder.is_mid_character and upto == self._num_chars and not self._is_over else upto
-        num = 0
-        while num < len(self._pending) and _end(self._pending[num]) <= limit:
+        num, limit = 0, len(self._pending) - self._num_open
+        while num < limit and _end(self._pending[num]) <= upto:
             num += 1
         out, self._pending = self._pending[:num], self._pending[num:]
         return Piece(text, num, tuple(out) if self._with_tokens else ())

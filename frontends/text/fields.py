@@ -11,6 +11,9 @@ from frontends.text.errors import ApiError
 
 INT32_MAX = (1 << 31) - 1
 
+_MESSAGES = {"missing": "is required", "dict_type": "must be an object", "model_type": "must be an object"}
+"""Our words for errors whose own tell of Python."""
+
 Model = TypeVar("Model", bound="Fields")
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
@@ -57,7 +60,8 @@ def validate(model: type[Model], value: dict[str, Any]) -> Model:
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
     param = ".".join(str(part) for part in first["loc"]) or None
-    message = first["msg"].removeprefix("Value error, ")
+    message = _MESSAGES.get(first["type"]) or first["msg"].removeprefix("Value error, ")
+    message = message.replace("Input should be", "must be").removesuffix(" after validation, not 0")
     raise ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from components.messages import Sampling, Stopping
 from frontends.text.errors import ApiError, context_exceeded
 from frontends.text.fields import INT32_MAX, Fields, TokenId
 from frontends.text.model import TextModel
+from frontends.text.prompts import check_vocabulary
 
 MAX_CHOICES = 128
 MAX_STOPS = 32
@@ -18,6 +20,7 @@ MAX_STOP_CHARS = 4_096
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1_024
 
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _GREEDY_BELOW = 1e-5
 _MASK = (1 << 64) - 1
 
@@ -86,7 +89,7 @@ class GenerationFields(Fields):
         if len(value) > MAX_LOGIT_BIAS:
             raise ValueError(f"at most {MAX_LOGIT_BIAS} tokens can be biased, not {len(value)}")
         for key in value:
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            if not _TOKEN_ID.fullmatch(key):
                 raise ValueError('keys must be token ids, like "42"')
         return value
 
@@ -94,13 +97,19 @@ class GenerationFields(Fields):
     def _min_within_max(self) -> GenerationFields:
         limit = self.asked_tokens
         if limit is not None and self.min_tokens > limit:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({limit})")
+            message = f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({limit})"
+            raise ApiError(400, message, param="min_tokens")
         return self
 
     @property
     def asked_tokens(self) -> int | None:
         """The number of output tokens the client allows, if it says so."""
         return self.max_tokens
+
+    @property
+    def prompt_param(self) -> str:
+        """The field the prompt comes from, for errors."""
+        return "prompt"
 
     @property
     def num_logprobs(self) -> int | None:
@@ -136,23 +145,21 @@ class GenerationFields(Fields):
             raise context_exceeded(
                 model.max_model_len,
                 f"the prompt has {prompt_len} tokens and at least 1 must be generated",
-                param="prompt",
+                param=self.prompt_param,
             )
-        asked = self.asked_tokens or default_tokens or room
+        default = max(default_tokens, self.min_tokens) if default_tokens else room
+        asked = self.asked_tokens or default
         ends = () if self.ignore_eos else model.eos_token_ids
         return Stopping(
             max_tokens=min(asked, room),
-            min_tokens=min(self.min_tokens, asked, room),
+            min_tokens=min(self.min_tokens, room),
             stop_token_ids=tuple(dict.fromkeys((*ends, *self.stop_token_ids))),
         )
 
     def check_vocabulary(self, model: TextModel) -> None:
         """Raises `ApiError` 400 for a token id the model does not have."""
-        for name, ids in (("logit_bias", map(int, self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
-            for id in ids:
-                if id >= model.vocab_size:
-                    message = f"{name}: token id {id} is not below the vocabulary's size {model.vocab_size}"
-                    raise ApiError(400, message, param=name)
+        check_vocabulary(map(int, self.logit_bias), model, param="logit_bias")
+        check_vocabulary(self.stop_token_ids, model, param="stop_token_ids")
 
 
 def choice_seed(seed: int, index: int) -> int:

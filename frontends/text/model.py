@@ -108,14 +108,19 @@ class TextModel:
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode_async(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
         """As `encode`, without holding up the event loop; refuses what cannot fit before it is encoded."""
-        return (await self.encode_batch_async([text], add_special_tokens))[0]
+        return (await self.encode_batch_async([text], add_special_tokens, param=param))[0]
 
-    async def encode_batch_async(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode_batch`, without holding up the event loop; refuses what cannot fit before it is encoded."""
+    async def encode_batch_async(
+        self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str = "prompt"
+    ) -> list[list[int]]:
+        """As `encode_batch`, without holding up the event loop; refuses what cannot fit before it is encoded.
+
+        `param` is the request's field that a refusal names.
+        """
         for text in texts:
-            self.refuse_hopeless(text)
+            self.refuse_hopeless(text, param=param)
         num_chars = sum(map(len, texts))
         if num_chars <= _INLINE_CHARS:
             return self.encode_batch(texts, add_special_tokens)
@@ -138,7 +143,7 @@ class TextModel:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **chat_template_kwargs: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a chat; encode it without special tokens, the template has written them."""
         if self._template is None:
@@ -148,7 +153,7 @@ class TextModel:
             tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **chat_template_kwargs,
+            kwargs=chat_template_kwargs,
         )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

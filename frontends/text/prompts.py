@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from frontends.text.errors import ApiError, context_exceeded
@@ -31,21 +32,26 @@ def prompt_list(value: Any, model: TextModel) -> list[Prompt]:
             if not prompt and not model.begins_with_bos:
                 raise _refusal(f"{name} must not be empty", param=name)
         else:
-            check_ids(prompt, model, param=name)
+            _check_ids(prompt, model, param=name)
     return prompts
 
 
-def check_ids(ids: Any, model: TextModel, *, param: str) -> None:
-    """Raises `ApiError` 400 unless `ids` is a list of at least one of the model's ids that can fit its context."""
+def check_vocabulary(ids: Iterable[int], model: TextModel, *, param: str) -> None:
+    """Raises `ApiError` 400 for an id the model does not have."""
+    for id in ids:
+        if not 0 <= id < model.vocab_size:
+            message = f"{param}: token id {id} is not in the vocabulary [0, {model.vocab_size})"
+            raise ApiError(400, message, param=param)
+
+
+def _check_ids(ids: Any, model: TextModel, *, param: str) -> None:
     if not isinstance(ids, list) or not ids:
         raise _refusal(f"{param} must be {_SHAPES}" if ids else f"{param} must not be empty", param=param)
     if len(ids) >= model.max_model_len:
         raise context_exceeded(model.max_model_len, f"{param} has {len(ids)} tokens", param=param)
-    for id in ids:
-        if type(id) is not int:  # a bool is not an id
-            raise _refusal(f"{param} must be {_SHAPES}", param=param)
-        if not 0 <= id < model.vocab_size:
-            raise _refusal(f"{param}: token id {id} is not in the vocabulary [0, {model.vocab_size})", param=param)
+    if any(type(id) is not int for id in ids):  # a bool is not an id
+        raise _refusal(f"{param} must be {_SHAPES}", param=param)
+    check_vocabulary(ids, model, param=param)
 
 
 def _split(value: Any) -> list[Any]:

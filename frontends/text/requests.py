@@ -14,10 +14,11 @@ from pydantic import Field, field_validator, model_validator
 
 from components.messages import Stopping
 from frontends.text.chat import Message
-from frontends.text.fields import Fields, TokenId, json_object, parse, validate
+from frontends.text.errors import ApiError
+from frontends.text.fields import Fields, TokenId, json_object, not_supported, parse, validate
 from frontends.text.generation import MAX_CHOICES, MAX_TOP_LOGPROBS, Count, GenerationFields
 from frontends.text.model import TextModel
-from frontends.text.prompts import Prompt, check_ids, prompt_list
+from frontends.text.prompts import Prompt, check_vocabulary, prompt_list
 from frontends.text.unsupported import refuse_response_format, refuse_tools, refuse_unsupported
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -41,7 +42,7 @@ class ChatPromptFields(Fields):
             [message.for_template() for message in self.messages],
             add_generation_prompt=not self.continue_final_message if wants_turn is None else wants_turn,
             continue_final_message=self.continue_final_message,
-            **self.chat_template_kwargs,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
 
@@ -57,7 +58,7 @@ class ChatRequest(GenerationFields, ChatPromptFields):
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         return self
 
     @property
@@ -67,6 +68,10 @@ class ChatRequest(GenerationFields, ChatPromptFields):
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def prompt_param(self) -> str:
+        return "messages"
 
     @property
     def echoed(self) -> str:
@@ -98,11 +103,11 @@ class CompletionRequest(GenerationFields):
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of ({self.best_of}) must not be less than n ({self.n})")
+            raise ApiError(400, f"best_of ({self.best_of}) must not be less than n ({self.n})", param="best_of")
         if self.best_of is not None and self.best_of > self.n:
-            raise ValueError("best_of above n is not supported yet; ask for n choices and choose")
+            raise not_supported("best_of", "ask for n choices and choose")
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo together with logprobs is not supported yet; leave out one of them")
+            raise not_supported("echo", "not together with logprobs; leave out one of them")
         return self
 
     @property
@@ -151,8 +156,8 @@ class DetokenizeRequest(Fields):
     tokens: list[TokenId]
 
     def text(self, model: TextModel) -> str:
-        """The text of the tokens, special ones included."""
-        check_ids(self.tokens, model, param="tokens")
+        """The text of the tokens, special ones included. Raises `ApiError` 400 for ids the model lacks."""
+        check_vocabulary(self.tokens, model, param="tokens")
         return model.decode(self.tokens, skip_special_tokens=False)
 
 

@@ -47,24 +47,27 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **kwargs: Any,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. With `continue_final_message` it ends with the last message's text, trailing space included.
+        """The prompt; `kwargs` are more names for the template.
+
+        With `continue_final_message` the prompt ends with the last message's text, trailing space included.
 
         Raises `ApiError` 400 with whatever the template objects to.
         """
         if continue_final_message and add_generation_prompt:
             message = "add_generation_prompt and continue_final_message exclude each other; set one of them to false"
             raise ApiError(400, message, param="continue_final_message")
+        kwargs = kwargs or {}
         clash = next((name for name in kwargs if name in _OWN_NAMES or name in self._names), None)
         if clash is not None:
             raise ApiError(400, f"chat_template_kwargs must not set {clash!r}", param="chat_template_kwargs")
         chat = [_plain(message, self._knows_developer) for message in messages]
         if continue_final_message:
             chat[-1]["content"] += _CONTINUE_HERE
-        names = {**self._names, **kwargs, "messages": chat, "tools": tools, "documents": None}
+        own = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._template.render(names, add_generation_prompt=add_generation_prompt)
+            text = self._template.render({**self._names, **kwargs, **own})
         except _FOREIGN_ERRORS as error:
             message = f"the chat template cannot render these messages: {error}"
             raise ApiError(400, message, param="messages") from error

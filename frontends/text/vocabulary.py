@@ -82,15 +82,17 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _reach(tokenizer: Tokenizer, description: Mapping[str, Any]) -> int | None:
     """The longest piece of text, in bytes of UTF-8, that one token can stand for; None if unbounded.
 
-    A byte is dropped by no rule that `_keeps_bytes` lets pass, so every byte of the text belongs to a token, and
-    a token's text (or its byte-level spelling, which is longer) has at least as many bytes as it stands for.
+    A byte is dropped by no rule that `_keeps_bytes` lets pass, so every byte of the text belongs to a token. A
+    token stands for its own text at most; in byte-level spelling that is one byte for each of its characters.
     """
     shrink = _shrink(description.get("normalizer"))
     added: Sequence[Mapping[str, Any]] = description["added_tokens"]
     eats_space = any(t["lstrip"] or t["rstrip"] for t in added)
     if shrink is None or eats_space or not _keeps_bytes(description):
         return None
-    return shrink * max(len(token.encode()) for token in tokenizer.get_vocab(True))
+    is_byte_level = "ByteLevel" in str(description.get("pre_tokenizer"))
+    plain = max(len(token if is_byte_level else token.encode()) for token in tokenizer.get_vocab(False))
+    return shrink * max(plain, *(len(t["content"].encode()) for t in added), 1)
 
 
 def _shrink(normalizer: Mapping[str, Any] | None) -> int | None:
