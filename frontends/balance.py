@@ -41,6 +41,9 @@ class PeerPool:
 
     async def wait_least_busy(self, timeout_s: float, *, exclude: Collection[str] = ()) -> Peer:
         """As `least_busy`, but waits for a candidate; raises `NoPeer` if there is none in time."""
+        at_once = self.least_busy(exclude=exclude)
+        if at_once is not None:
+            return at_once
         try:
             async with asyncio.timeout(timeout_s):
                 while True:

@@ -1,28 +1,14 @@
-"""The HTTP ingress: raw bytes in, finished bytes out.
-
-Life of a request here (see `http_exchange`): reading -> asking -> replying -> closed. The ingress
-parses no body and formats no answer; only /live, /health, /metrics and refusals are its own.
-"""
+"""The HTTP ingress: raw bytes in, finished bytes out. It parses no body and formats no answer."""
 
 from __future__ import annotations
 
-import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
-from frontends.balance import PeerPool
-from frontends.http_exchange import ClientLeft, Exchange, Receive, RefusedHere, Send, read_body, send_refusal
-from frontends.http_replies import Headers, Refusal, request_id
-from frontends.http_server import ABORT, HttpServer
 from frontends.messages import HttpBody, HttpHead, HttpRequest
-from graph import Calls, Client, Component, Context, Listen, Options, option
+from graph import Calls, Component, Context, LaunchError, Listen, Options, option
 
-OWN_ROUTES = ("/live", "/health", "/metrics")
-API_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
-METRICS_TIMEOUT_S = 2.0
-CLIENT_CLOSED_REQUEST = 499  # as nginx counts a client that left before any status
+if TYPE_CHECKING:
+    from frontends.http_server import HttpServer
 
 
 class FrontendOptions(Options, frozen=True, kw_only=True):
@@ -45,9 +31,17 @@ class OpenAIFrontend(Component):
     _server: HttpServer | None = None
 
     async def start(self, context: Context) -> None:
+        from frontends.gateway import Gateway
+        from frontends.http_server import HttpServer
+
         if context.listener is None:
-            raise ValueError("the ingress needs the listening socket of its node")
-        gateway = Gateway(context, context.client(type(self).requests), self.options)
+            raise LaunchError("the ingress was given no listening socket")
+        gateway = Gateway(
+            context,
+            context.client(type(self).requests),
+            max_body_bytes=self.options.max_body_mb * 1024 * 1024,
+            body_timeout_s=self.options.body_timeout_s,
+        )
         self._server = HttpServer(gateway, context.listener)
         gateway.metrics.connections.set_function(lambda: self._server.num_connections if self._server else 0)
         await self._server.start()
@@ -60,100 +54,3 @@ class OpenAIFrontend(Component):
         if self._server is not None:
             await self._server.close()
             self._server = None
-
-
-class IngressMetrics:
-    """What one ingress replica counts."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "headrace_http_requests", "HTTP requests by route and status", ["route", "status"], registry=registry
-        )
-        self.open_requests = Gauge("headrace_http_open_requests", "HTTP requests being answered", registry=registry)
-        self.connections = Gauge("headrace_http_connections", "Open HTTP connections", registry=registry)
-
-
-class Gateway:
-    """The ASGI application: routes between the ingress's own answers and the processors."""
-
-    def __init__(self, context: Context, client: Client, options: FrontendOptions) -> None:
-        self.metrics = IngressMetrics(context.metrics)
-        self._context = context
-        self._client = client
-        self._pool = PeerPool(client)
-        self._max_body_bytes = options.max_body_mb * 1024 * 1024
-        self._body_timeout_s = options.body_timeout_s
-
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        headers: Headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-        identity = request_id(headers)
-        status = 0
-        self.metrics.open_requests.inc()
-        try:
-            if scope["path"] in OWN_ROUTES:
-                status = await self._answer(scope, identity, send)
-            else:
-                status = await self._forward(scope, headers, identity, receive, send)
-        except ClientLeft:
-            status = status or CLIENT_CLOSED_REQUEST
-        except RefusedHere as refused:
-            status = refused.refusal.status
-            await send_refusal(refused.refusal, request_id=identity, receive=receive, send=send)
-        finally:
-            self.metrics.open_requests.dec()
-            self.metrics.requests.labels(_route(scope["path"]), str(status or 500)).inc()
-
-    async def _forward(self, scope: Any, headers: Headers, identity: str, receive: Receive, send: Send) -> int:
-        body = await read_body(receive, headers, limit=self._max_body_bytes, pause_s=self._body_timeout_s)
-        request = HttpRequest(
-            id=identity,
-            method=scope["method"],
-            path=scope["path"],
-            query=scope["query_string"].decode("latin-1"),
-            headers=headers,
-            body=body,
-            received_s=time.time(),
-        )
-        abort = scope.get("extensions", {}).get(ABORT, {}).get("call", _nothing)
-        exchange = Exchange(client=self._client, pool=self._pool, receive=receive, send=send, abort=abort)
-        try:
-            await exchange.run(request)
-        except ClientLeft:
-            return exchange.status or CLIENT_CLOSED_REQUEST
-        return exchange.status
-
-    async def _answer(self, scope: Any, identity: str, send: Send) -> int:
-        """/live, /health and /metrics."""
-        if scope["method"] not in ("GET", "HEAD"):
-            raise RefusedHere(Refusal(405, f"{scope['path']} takes GET.", code="method_not_allowed", allow="GET, HEAD"))
-        status, content_type, body = await self._own_reply(scope["path"])
-        headers = [
-            (b"content-type", content_type),
-            (b"content-length", str(len(body)).encode()),
-            (b"cache-control", b"no-cache"),
-            (b"x-request-id", identity.encode()),
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-        return status
-
-    async def _own_reply(self, path: str) -> tuple[int, bytes, bytes]:
-        if path == "/live":
-            return 200, b"application/json", b'{"status":"live"}'
-        if path == "/metrics":
-            text = await self._context.collect_metrics(METRICS_TIMEOUT_S)
-            return 200, b"text/plain; version=0.0.4; charset=utf-8", text
-        health = self._context.health()
-        body = msgspec.json.encode({"status": health.state, "missing": health.missing, "nodes": health.nodes})
-        return (200 if health.state in ("ready", "degraded") else 503), b"application/json", body
-
-
-def _route(path: str) -> str:
-    """The path as a metric's label; a bounded set of values."""
-    if path in OWN_ROUTES or path in API_ROUTES:
-        return path
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
-
-
-def _nothing() -> None:
-    """Stands in where the server cannot cut a connection."""

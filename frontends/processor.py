@@ -1,24 +1,41 @@
-"""The text processor: OpenAI semantics between raw HTTP bodies and token ids."""
+"""The text processor: OpenAI semantics between raw HTTP bodies and token ids.
+
+Life of a request here: parsed -> encoded -> generating -> answered (see `endpoints`); it is one task,
+and a client that leaves cancels the task and with it everything the task has open.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from typing import TYPE_CHECKING, Annotated
 
-from components import rules
 from components.messages import GenerateRequest, Placement, PlacementRequest, TokenChunk
-from components.options import DEFAULT_MODEL, ModelName
+from components.options import DEFAULT_MODEL
+from components.rules import resolve_hash_unit
 from frontends.messages import HttpBody, HttpHead, HttpRequest
-from graph import Calls, Component, GraphView, NodeView, Options, Serves, option
+from frontends.reply import HttpReply
+from graph import Calls, Component, Context, GraphView, NodeView, Options, Serves, Stream, option
+
+if TYPE_CHECKING:
+    from frontends.endpoints import Endpoints
+    from frontends.text.model import TextModel
+
+SIGN_OF_LIFE_S = 10.0
+"""Silence after which the ingress (and the client of a stream) is told that the request still lives."""
 
 
 class ProcessorOptions(Options, frozen=True, kw_only=True):
     """Options of the processor."""
 
-    model: ModelName = DEFAULT_MODEL
+    model: Annotated[str, option("Hugging Face causal LM: folder or hub name", agrees=True)] = DEFAULT_MODEL
     served_model_name: Annotated[str | None, option("name in the API; unset: the model's")] = None
     hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph")] = 0
-    max_model_len: Annotated[int | None, option("longest sequence; unset: the smallest of the workers', else the model's")] = None
+    max_model_len: Annotated[
+        int | None, option("longest sequence; unset: the smallest of the workers', else the model's")
+    ] = None
 
 
 class Processor(Component):
@@ -29,7 +46,93 @@ class Processor(Component):
     placement = Calls(PlacementRequest, Placement, required=False)
     tokens = Calls(GenerateRequest, TokenChunk)
 
+    options: ProcessorOptions
+
+    def __init__(self, options: ProcessorOptions) -> None:
+        super().__init__(options)
+        self._running: dict[asyncio.Task[None], HttpReply] = {}
+        self._model: TextModel | None = None
+        self._endpoints: Endpoints | None = None
+
+    async def start(self, context: Context) -> None:
+        from frontends.endpoints import Endpoints
+        from frontends.generate import Generator
+        from frontends.metrics import ProcessorMetrics
+        from frontends.placement import Placer
+
+        context.progress("loading the tokenizer")
+        self._model = await asyncio.to_thread(self._load)
+        workers = context.client(type(self).tokens)
+        router = context.client(type(self).placement)
+        placer = Placer(router, workers, hash_unit=self.options.hash_unit)
+        self._endpoints = Endpoints(
+            name=context.id,
+            model=self._model,
+            generator=Generator(placer, workers, _attempt_ids(context.boot)),
+            metrics=ProcessorMetrics(context.metrics),
+            created=int(time.time()),
+            clock=context.loop.time,
+        )
+        context.serve(type(self).requests, self._accept)
+        context.spawn(self._reassure(), name="signs of life")
+
+    async def drain(self) -> None:
+        while self._running:
+            await asyncio.wait(set(self._running))
+
+    async def stop(self) -> None:
+        running = set(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        if self._model is not None:
+            await asyncio.to_thread(self._model.close)
+            self._model = None
+
     @classmethod
     def resolve(cls, node: NodeView, graph: GraphView) -> Mapping[str, object]:
-        """The hash unit that is the same all over the graph."""
-        return rules.resolve_hash_unit(node, graph)
+        resolved = dict(resolve_hash_unit(node, graph))
+        lengths = [n.options.get("max_model_len") for n in graph.linked_from(node.name, "tokens")]
+        known = [length for length in lengths if length is not None]
+        if node.options["max_model_len"] is None and known:
+            resolved["max_model_len"] = min(known)
+        return resolved
+
+    @classmethod
+    def check(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
+        length = node.options["max_model_len"]
+        if length is not None and length < 2:
+            yield f"node '{node.name}' has max_model_len {length}; set {node.name}.max_model_len to 2 or more"
+
+    def _load(self) -> TextModel:
+        from components.model_cache import resolve_model
+        from frontends.text.model import TextModel
+
+        name = self.options.served_model_name or self.options.model
+        return TextModel.load(resolve_model(self.options.model), name, max_model_len=self.options.max_model_len)
+
+    def _accept(self, request: HttpRequest, stream: Stream) -> None:
+        """Takes one request; its task lives until it is answered or its client has left."""
+        assert self._endpoints is not None
+        loop = asyncio.get_running_loop()
+        reply = HttpReply(stream, loop.time)
+        task = loop.create_task(self._endpoints.handle(request, reply))
+        self._running[task] = reply
+        task.add_done_callback(lambda done: self._running.pop(done))
+        stream.on_cancel(lambda: _cancel(task))
+
+    async def _reassure(self) -> None:
+        while True:
+            await asyncio.sleep(SIGN_OF_LIFE_S / 4)
+            for reply in list(self._running.values()):
+                reply.reassure(SIGN_OF_LIFE_S)
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
+def _attempt_ids(boot: str) -> Iterator[str]:
+    """Internal ids, unique for ever: this process's boot id and a number."""
+    return (f"{boot}-{number}" for number in count(1))
