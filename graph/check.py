@@ -60,8 +60,11 @@ def _edge_faults(view: GraphView) -> Iterator[str]:
 
 
 def _instead(view: GraphView, edge: EdgeView) -> str:
-    """What the source of a wrong edge could be linked to."""
-    partners = _partners(view, edge.source, _port(view, edge.source, edge.source_port))
+    """What to do about an edge that does not fit."""
+    source, target = _port(view, edge.source, edge.source_port), _port(view, edge.target, edge.target_port)
+    if target.mismatch(source) is None:
+        return f"turn it around: {edge.target}.{edge.target_port} >> {edge.source}.{edge.source_port}"
+    partners = _partners(view, edge.source, source) if _is_source(source) else []
     if not partners:
         return "no other port in this graph takes it; remove the edge"
     return f"link {edge.source}.{edge.source_port} to {' or '.join(partners)}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from graph.declare import Edge, EdgeView, Graph, GraphView, Node
+from graph.declare import Edge, EdgeView, Graph, GraphView, Node, NodeView
 from graph.draft import Draft, nearest
 from graph.errors import DeclarationError
 from graph.overrides import ANY, Overrides, Setting, parse_scalar
@@ -47,6 +47,7 @@ def resolve(graph: Graph, module: ModuleType, overrides: Overrides) -> Resolved:
     view = GraphView(graph.name, file, {name: draft.view() for name, draft in drafts.items()}, edges)
     if not faults:
         view = _resolve_auto(view, drafts, faults)
+    faults += [fault for node in view.nodes.values() for fault in _misfits(node)] if not faults else []
     return Resolved(view, tuple(faults))
 
 
@@ -149,6 +150,21 @@ def _edge_view(edge: Edge, names: Mapping[Node, str]) -> EdgeView:
 def _resolve_auto(view: GraphView, drafts: Mapping[str, Draft], faults: list[str]) -> GraphView:
     """Asks every component for what follows from the rest of the graph; all see the same, unresolved graph."""
     for name, draft in drafts.items():
-        for option, value in draft.component.resolve(view.nodes[name], view).items():
-            faults += [f"{draft.component.__name__}.resolve: {f}" for f in draft.assign((option,), value, "resolved")]
+        hook = f"{draft.component.__name__}.resolve"
+        try:
+            found = draft.component.resolve(view.nodes[name], view)
+        except Exception as error:  # a user's component may raise anything
+            faults.append(f"node '{name}': {hook} raised {type(error).__name__}: {error}")
+            continue
+        for option, value in found.items():
+            faults += [f"{hook}: {fault}" for fault in draft.assign((option,), value, "resolved")]
     return GraphView(view.name, view.file, {name: draft.view() for name, draft in drafts.items()}, view.edges)
+
+
+def _misfits(node: NodeView) -> list[str]:
+    """What the options' own validation says of the values together."""
+    try:
+        node.frozen()
+    except msgspec.ValidationError as error:
+        return [f"node '{node.name}' ({node.component.__name__}): {error}"]
+    return []

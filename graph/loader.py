@@ -70,10 +70,10 @@ def import_component(reference: str) -> type[Component]:
     """
     home, _, name = reference.rpartition(":")
     if home.endswith(".py"):
+        module = import_file(Path(home))
         folder = str(_root(Path(home)))
         if folder not in sys.path:
             sys.path.append(folder)
-        module = import_file(Path(home))
     else:
         module = importlib.import_module(home)
     found = getattr(module, name, None)
@@ -87,6 +87,8 @@ def import_file(path: Path) -> ModuleType:
 
     Its neighbours can be imported while it is executed, but never shadow anything installed.
     """
+    if _private_name(path) in sys.modules:
+        return sys.modules[_private_name(path)]
     dotted = _dotted(path)
     try:
         if _is_importable(dotted, path):
@@ -101,10 +103,12 @@ def import_file(path: Path) -> ModuleType:
         raise DeclarationError(f"{_where(path, error)}: {type(error).__name__}: {error}") from error
 
 
+def _private_name(path: Path) -> str:
+    return f"graph_file_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}_{path.stem}"
+
+
 def _execute(path: Path) -> ModuleType:
-    name = f"graph_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
-    if name in sys.modules:
-        return sys.modules[name]
+    name = _private_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise DeclarationError("is not a Python file; a graph file ends in .py")
