@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,10 @@ from components.model_cache import resolve_model
 from components.options import DEFAULT_MODEL
 from frontends.text.model import TextModel
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +33,20 @@ def sentencepiece(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     model = load(make_folder(tmp_path_factory.mktemp(request.param), make_sentencepiece(request.param)))
     yield model
     model.close()
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> Iterator[Callable[..., TextModel]]:
+    """Loads a small model of a kind, with further settings for its tokenizer_config.json."""
+    made: list[TextModel] = []
+
+    def make(kind: str = "llama", **settings: object) -> TextModel:
+        made.append(load(make_folder(tmp_path, make_sentencepiece(kind), **settings)))
+        return made[-1]
+
+    yield make
+    for model in made:
+        model.close()
 
 
 def load(folder: Path) -> TextModel:
