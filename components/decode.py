@@ -48,6 +48,7 @@ from graph import (
 if TYPE_CHECKING:
     from components.exchange import Exchange
     from components.serving import Serving
+    from components.transfer.agent import LocalRegion, TransferAgent
     from components.transfer.peers import PrefillPeers
     from components.transfer.pull import Finish, Prompt
     from components.transfer.puller import Puller, PullRecord
@@ -99,9 +100,15 @@ class DecodeWorker(Component):
             self.options, context, role="decode", events=DecodeWorker.events, watcher=self._requests
         )
         await self._serving.start()
-        self._exchange = await open_exchange(self.options, context, self._serving.engine)
+        self._exchange = await open_exchange(self.options, context, self._serving.engine, self.make_agent)
         self._requests.attach(context, self._serving, self._exchange)
         context.serve(DecodeWorker.requests, self._requests.begin)
+
+    def make_agent(self, region: LocalRegion) -> TransferAgent:
+        """The agent over this worker's pool; called on the thread that will drive it."""
+        from components.exchange import make_agent
+
+        return make_agent(self.options, region)
 
     async def drain(self) -> None:
         """Returns when the running requests are done."""

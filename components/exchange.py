@@ -16,8 +16,6 @@ from components.transfer.agent import LocalRegion, TransferAgent, TransferError
 from components.transfer.driver import TransferDriver
 from graph import Context, LaunchError
 
-MakeAgent = Callable[[DisaggOptions, LocalRegion], TransferAgent]
-
 
 class Exchange(msgspec.Struct, frozen=True):
     """One worker's end: the driver of its agent, and its side of the handshake."""
@@ -38,7 +36,7 @@ def make_agent(options: DisaggOptions, region: LocalRegion) -> TransferAgent:
 
 
 async def open_exchange(
-    options: DisaggOptions, context: Context, engine: Engine, *, make_agent: MakeAgent = make_agent
+    options: DisaggOptions, context: Context, engine: Engine, make_agent: Callable[[LocalRegion], TransferAgent]
 ) -> Exchange | None:
     """Registers the engine's pool with the back end; raises `LaunchError` naming the setting if it cannot."""
     backend = options.cache_transceiver_config.backend
@@ -46,7 +44,7 @@ async def open_exchange(
         return None
     context.progress(f"registering KV memory with {backend}")
     region = _region(engine)
-    driver = TransferDriver(lambda: make_agent(options, region))
+    driver = TransferDriver(lambda: make_agent(region))
     try:
         registered = await driver.start()
     except TransferError as error:

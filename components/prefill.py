@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from components.engine.engine import Engine
     from components.exchange import Exchange
     from components.serving import Serving
+    from components.transfer.agent import LocalRegion, TransferAgent
     from components.transfer.metrics import LeaseMetrics
 
 CANCEL_GRACE_S = 1.0
@@ -101,9 +102,15 @@ class PrefillWorker(Component):
             self.options, context, role="prefill", events=PrefillWorker.events, watcher=self._prompts
         )
         await self._serving.start()
-        self._exchange = await open_exchange(self.options, context, self._serving.engine)
+        self._exchange = await open_exchange(self.options, context, self._serving.engine, self.make_agent)
         self._prompts.attach(self._serving.engine, self._exchange)
         context.serve(PrefillWorker.requests, self._handle)
+
+    def make_agent(self, region: LocalRegion) -> TransferAgent:
+        """The agent over this worker's pool; called on the thread that will drive it."""
+        from components.exchange import make_agent
+
+        return make_agent(self.options, region)
 
     async def drain(self) -> None:
         """Returns when no prompt is computed or pinned any more."""
