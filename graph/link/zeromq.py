@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from graph.errors import DeclarationError
+from graph.errors import DeclarationError, LaunchError
 from graph.link.wire import LineDown
 
 _HIGH_WATER = 32  # wire messages per line and direction; beyond it they wait in the outbox, where they merge
@@ -29,7 +29,7 @@ class ZeroMQ:
     """The sockets of one `Links`, over ipc:// and loopback tcp://."""
 
     def __init__(self) -> None:
-        self._context = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # made with the first socket
         self._sockets: set[_Socket] = set()
 
     def listen(
@@ -38,7 +38,13 @@ class ZeroMQ:
         """Binds the ROUTER socket."""
         socket = self._socket(zmq.ROUTER, address)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.bind(address)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            if not self._sockets:
+                self._end_context()
+            raise LaunchError(f"cannot listen at {address}: {error.strerror}") from error
         bound = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
         def deliver(parts: list[bytes]) -> None:
@@ -50,7 +56,11 @@ class ZeroMQ:
     def dial(self, address: str, on_message: Callable[[bytes], None], on_writable: Callable[[], None]) -> ZeroMQDialer:
         """Connects a DEALER socket; the peer may bind later."""
         socket = self._socket(zmq.DEALER, address)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise DeclarationError(f"link address {address!r} cannot be used: {error.strerror}") from error
 
         def deliver(parts: list[bytes]) -> None:
             if len(parts) == 1:
@@ -67,10 +77,17 @@ class ZeroMQ:
         """Ends the context; waits for lingering sockets, which is bounded."""
         for socket in list(self._sockets):
             socket.close(0)
-        await asyncio.to_thread(self._context.term)
+        await asyncio.to_thread(self._end_context)
+
+    def _end_context(self) -> None:
+        if self._context is not None:
+            context, self._context = self._context, None
+            context.term()
 
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         _refuse_plain(address)
+        if self._context is None:
+            self._context = zmq.Context()
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)

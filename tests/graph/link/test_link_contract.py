@@ -1,9 +1,12 @@
 """Calls and streams behave alike on every transport."""
 
 import asyncio
+import socket
+import time
 
 import pytest
 
+from graph.component import Peer
 from graph.errors import (
     DeadlineExceeded,
     NoPeer,
@@ -136,7 +139,7 @@ def test_a_handler_that_fails_says_so_without_its_secrets(site, caplog, is_async
     assert "the secret" in caplog.text
 
 
-def test_silence_ends_in_a_deadline_that_names_edge_and_peer(site, ending):
+def test_silence_ends_in_a_deadline_that_names_edge_and_peer(site, until):
     async def body():
         cancelled = []
         server = site.server(lambda ask, stream: stream.on_cancel(lambda: cancelled.append(stream.id)))
@@ -144,8 +147,7 @@ def test_silence_ends_in_a_deadline_that_names_edge_and_peer(site, ending):
         call = client.open(site.Ask(), peer="server/0", timeout_s=0.05)
         with pytest.raises(DeadlineExceeded, match=r"caller/0.asks >> server.answers: .*server/0 within 0.05 s"):
             await anext(aiter(call))
-        while not cancelled:
-            await asyncio.sleep(0.002)
+        await until(lambda: cancelled)
         assert len(cancelled) == 1
 
     site.run(body)
@@ -167,14 +169,12 @@ def test_each_reply_moves_the_deadline(site):
 
 
 def test_a_busy_loop_does_not_make_replies_late(ipc):
-    import time
-
     async def body():
         _, client = ipc.caller(ipc.server(lambda ask, stream: stream.end(ipc.Tell(1))))
         await client.call(ipc.Ask(), peer="server/0", timeout_s=5)
         waiting = asyncio.ensure_future(client.call(ipc.Ask(), peer="server/0", timeout_s=0.2))
         await asyncio.sleep(0.05)
-        time.sleep(0.3)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.3)
         assert await waiting == ipc.Tell(1)
 
     ipc.run(body)
@@ -287,8 +287,6 @@ def test_unknown_peers_and_ports_are_refused(site):
 def test_a_call_may_come_before_the_server_listens(site):
     async def body():
         if site.kind == "tcp":
-            import socket
-
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -296,8 +294,6 @@ def test_a_call_may_come_before_the_server_listens(site):
             address = site.address("server")
         links = site.links("caller/0")
         client = links.client(site.Ports.asks, {"server": "answers"})
-        from graph.component import Peer
-
         links.set_peers([Peer("server/0", "1", address)])
         early = asyncio.ensure_future(client.call(site.Ask(3), peer="server/0", timeout_s=5))
         await asyncio.sleep(0.05)
@@ -308,14 +304,13 @@ def test_a_call_may_come_before_the_server_listens(site):
     site.run(body)
 
 
-def test_a_turn_of_the_loop_is_one_wire_message(site):
+def test_a_turn_of_the_loop_is_one_wire_message(site, until):
     async def body():
         streams = []
         server = site.server(lambda ask, stream: streams.append(stream))
         caller, client = site.caller(server)
         calls = [client.open(site.Ask(), peer="server/0", timeout_s=5) for _ in range(256)]
-        while len(streams) < 256:
-            await asyncio.sleep(0.002)
+        await until(lambda: len(streams) == 256)
         assert (caller.traffic.num_sent, server.traffic.num_sent) == (1, 0)
         for step in range(3):
             for stream in streams:
