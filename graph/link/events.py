@@ -116,7 +116,7 @@ class PortPublisher:
 
 
 class PortSubscriber:
-    """Follows one `Subscribes` port at every live peer of its nodes."""
+    """Follows one `Subscribes` port at every ready peer of its nodes."""
 
     def __init__(self, pool: Pool, port: Subscribes, subscription: Subscription, targets: Mapping[str, str]) -> None:
         self._pool = pool
@@ -127,14 +127,14 @@ class PortSubscriber:
         self.refresh()
 
     def refresh(self) -> None:
-        """Drops the followers of peers that are gone or restarted, and follows the new ones."""
-        live = self._pool.live
+        """Drops the followers of peers that drain, are gone or restarted, and follows the new ones."""
+        ready = {id: peer for id, peer in self._pool.live.items() if peer.state == "ready"}
         for id, follower in list(self._followers.items()):
-            if id not in live or live[id].boot != follower.peer.boot:
+            if id not in ready or ready[id].boot != follower.peer.boot:
                 del self._followers[id]
                 follower.close()
-        for peer in live.values():
-            if peer.node in self._targets and peer.state in ("ready", "draining") and peer.id not in self._followers:
+        for peer in ready.values():
+            if peer.node in self._targets and peer.id not in self._followers:
                 follower = Follower(self._pool, peer, self._targets[peer.node], self._port, self._subscription)
                 self._followers[peer.id] = follower
                 follower.ask()

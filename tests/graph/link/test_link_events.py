@@ -179,3 +179,16 @@ def test_a_subscriber_that_is_far_behind_gets_a_snapshot_instead_of_a_queue(site
         assert len(follower.log) < 200
 
     site.run(body)
+
+
+def test_a_peer_that_drains_is_lost_once_and_followed_anew_when_ready(site, until):
+    async def body():
+        server = site.server()
+        News(site, server)
+        links, follower = follow(site, server)
+        await until(lambda: follower.log)
+        for state in ("draining", "draining", "starting", "ready"):
+            links.set_peers([site.peer(server, state=state)])
+        await until(lambda: follower.log == ["snapshot", "lost", "snapshot"])
+
+    site.run(body)
