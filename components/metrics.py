@@ -23,8 +23,8 @@ class EngineMetrics:
         def gauge(name: str, help: str) -> Gauge:
             return Gauge(f"headrace_{name}", help, registry=registry)
 
-        self._running = gauge("running_sequences", "sequences in the batch")
-        self._waiting = gauge("waiting_sequences", "sequences that wait, for room or for a transfer")
+        self._running = gauge("requests_running", "sequences in the batch")
+        self._waiting = gauge("requests_waiting", "sequences that wait, for room or for a transfer")
         self._used = gauge("kv_blocks_used", "KV blocks held by live sequences")
         self._total = gauge("kv_blocks_total", "KV blocks in the pool")
         self._cached = gauge("kv_blocks_cached", "KV blocks in the prefix cache, held or idle")

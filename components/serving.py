@@ -143,6 +143,11 @@ class Serving:
         self._idle.clear()
         stream.on_cancel(lambda: self.engine.abort(request.id))
 
+    def finish(self, output: StepTokens) -> None:
+        """A request ended outside the engine: sends its last tokens, and drops the engine's sequence."""
+        self.engine.abort(output.id)
+        self._deliver_output(output)
+
     # --- reports
 
     def _on_report(self, report: StepReport) -> None:

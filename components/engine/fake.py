@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _VALUES = (NUM_KV_HEADS, NUM_LAYERS, 2, HEAD_DIM)
 
 Words = npt.NDArray[np.uint32]
+
+_PLACES: Words = (np.arange(NUM_KV_HEADS * NUM_LAYERS * 2, dtype=np.uint32) * 0x02000326 + 1).reshape(*_VALUES[:3], 1)
+"""A distinct odd factor for each head, layer, and K or V."""
 
 
 class FakeRunner:
@@ -108,22 +110,15 @@ def fake_generate(
 def _slots(tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> Words:
     """What the slots of these tokens hold: (tokens, kv_head, layer, K/V, head_dim), different in every place."""
     words = np.stack((tokens, positions), axis=-1).astype(np.uint32)  # (tokens, head_dim)
-    return words[:, None, None, None, :] * _places() + _places()
+    return words[:, None, None, None, :] * _PLACES + _PLACES
 
 
 def _digest(slots: Words) -> int:
     """A number that depends on every word of a context's slots and on its position."""
-    by_token = (slots * _places()[::-1, ::-1, ::-1]).reshape(len(slots), -1).sum(axis=1, dtype=np.uint32)
+    by_token = (slots * _PLACES[::-1, ::-1, ::-1]).reshape(len(slots), -1).sum(axis=1, dtype=np.uint32)
     weights = np.arange(1, 2 * len(slots), 2, dtype=np.uint32) * np.uint32(0x85EBCA6B)
     mixed = (by_token ^ (by_token >> np.uint32(15))) * weights
     return int(mixed.sum(dtype=np.uint64))
-
-
-@lru_cache(maxsize=1)
-def _places() -> Words:
-    """A distinct odd factor for each head, layer, and K or V."""
-    factors = np.arange(NUM_KV_HEADS * NUM_LAYERS * 2, dtype=np.uint32) * np.uint32(0x01000193) * 2 + 1
-    return factors.astype(np.uint32).reshape(NUM_KV_HEADS, NUM_LAYERS, 2, 1)
 
 
 def _next_token(digest: int, sampling: Sampling, position: int, vocab_size: int, *, banned: tuple[int, ...]) -> int:
@@ -147,5 +142,5 @@ def _mix(value: int) -> int:
 def _logprobs(sampling: Sampling, token: int) -> TokenLogprobs | None:
     if sampling.logprobs is None:
         return None
-    top = tuple(token + i for i in range(sampling.logprobs))
+    top = tuple(max(0, token - i) for i in range(sampling.logprobs))
     return TokenLogprobs(-0.5, top, tuple(-0.5 - i for i in range(len(top))))
