@@ -1,0 +1,48 @@
+# One command for each job; each works from a bare checkout, and repeats cost nothing.
+
+PYTHON ?= python3
+GRAPH ?= graph/disagg.py
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install model serve test check bench soak clean
+
+help:  ## Show these lines.
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 17
+
+install: $(INSTALLED)  ## Make .venv with everything that serving and testing need.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys, ensurepip; assert sys.version_info >= (3, 11)' \
+		|| { echo "Python 3.11 or newer with its venv module is needed; name it with PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+model: $(INSTALLED)  ## Fetch the default model and convert it, once, into the cache.
+	@$(BIN)/python -m components.model_cache
+
+serve: model  ## Serve GRAPH (graph/disagg.py) on port 8000; ARGS="--port 9000" and the like are passed on.
+	$(BIN)/graph serve $(GRAPH) $(ARGS)
+
+test: model  ## Run the tests.
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)  ## Lint, format and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: model  ## Measure throughput on this machine.
+	$(BIN)/python tests/bench/bench_serve.py $(ARGS)
+
+soak: model  ## Run the full matrices; takes long.
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+clean:  ## Remove the environment and what tools left behind; the model cache stays.
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
