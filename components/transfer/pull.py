@@ -214,7 +214,7 @@ class Pull:
     def lease_answered(self, held: bool | None, *, sent_at: float, now: float) -> list[Action]:
         """Prefill answered a renewal sent at `sent_at`; None if no answer came."""
         self._is_renewing = False
-        if self.is_over:
+        if self.is_over or self.phase is Phase.CREDIT:
             return []
         if held is False:
             return self._give_up("the lease on the prefill worker's blocks has ended")

@@ -24,7 +24,7 @@ def make_region(layout, num_blocks, *, fill=None):
     return region
 
 
-def naive_copy(way, source_region, source, target_region, target, start, stop):
+def naive_copy(way, source_region, source, target_region, target, start, stop):  # noqa: PLR0917
     for token in range(start, stop):
         block, offset = divmod(token - source.first_token, way.source.block_size)
         to_block, to_offset = divmod(token - target.first_token, way.target.block_size)
