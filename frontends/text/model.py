@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, processors
 
+from frontends.text.bound import TokenBound
 from frontends.text.errors import ApiError, context_exceeded
 from frontends.text.template import ChatTemplate
 from frontends.text.vocabulary import Vocabulary
@@ -37,6 +38,7 @@ class TextModel:
         name: str,
         tokenizer: Tokenizer,
         vocabulary: Vocabulary,
+        bound: TokenBound,
         template: ChatTemplate | None,
         *,
         vocab_size: int,
@@ -51,6 +53,7 @@ class TextModel:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.generation_defaults = dict(generation_defaults)
+        self._bound = bound
         self._template = template
         self._short = ThreadPoolExecutor(1, "encode-short")
         self._long = ThreadPoolExecutor(1, "encode-long")
@@ -77,6 +80,7 @@ class TextModel:
             name,
             tokenizer,
             Vocabulary(tokenizer, description),
+            TokenBound(tokenizer, description),
             _template(folder, settings, names),
             vocab_size=config.get("vocab_size") or tokenizer.get_vocab_size(True),
             max_model_len=_length(folder, config, settings, max_model_len),
@@ -129,10 +133,7 @@ class TextModel:
 
     def refuse_hopeless(self, text: str, *, param: str = "prompt") -> None:
         """Raises `ApiError` 400 if even the longest tokens could not bring `text` below the context length."""
-        reach = self.vocabulary.max_text_bytes_per_token
-        if reach is None or len(text) * 4 <= self.max_model_len * reach:
-            return
-        least = -(-len(text.encode("utf-8", "replace")) // reach)
+        least = self._bound.least_tokens(text) if len(text) > self.max_model_len else 0
         if least > self.max_model_len:
             raise context_exceeded(self.max_model_len, f"the text has at least {least} tokens", param=param)
 
