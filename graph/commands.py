@@ -18,16 +18,15 @@ import msgspec
 from rich.console import Console
 
 from graph.component import Client
-from graph.control import Command, Drain, GetStatus, Restart, Scale, StatusReply, Stop, Told, control_port
+from graph.control import Command, Drain, GetStatus, Restart, Scale, StatusReply, Stop, Told
 from graph.declare import GraphView
 from graph.errors import DeclarationError, GraphError, LaunchError, LinkError
-from graph.link import Links, ZeroMQ
+from graph.finding import connected, find_running
 from graph.logs import follow_logs, log_files, print_logs
 from graph.policy import DRAIN_TIMEOUT_S
-from graph.ports import Calls
 from graph.progress import status_table
 from graph.registry import SUPERVISOR
-from graph.rundir import RunDir, RunningGraph, base_dir, log_path, running_graphs
+from graph.rundir import RunDir, RunningGraph, base_dir, log_path
 from graph.status import GraphStatus
 
 _ANSWER_TIMEOUT_S = 10.0
@@ -103,7 +102,7 @@ def drain(graph: str | None, target: str) -> int:
 def logs(graph: str | None, target: str | None, follow: bool) -> int:
     """Prints the logs of a replica, a node or all; with `follow`, what is added to them as well."""
     try:
-        running = _find(graph)
+        running = find_running(graph, os.environ)
         files = log_files(base_dir(os.environ) / running.name / "logs", target)
     except DeclarationError as error:
         return _fail(str(error), 2)
@@ -126,7 +125,7 @@ def stop(graph: str | None) -> int:
         return 0
 
     try:
-        running = _find(graph)
+        running = find_running(graph, os.environ)
         with contextlib.suppress(ProcessLookupError):
             gone.append(os.pidfd_open(running.pid))
     except DeclarationError as error:
@@ -163,8 +162,7 @@ async def _status(client: Client) -> GraphStatus:
 def _talk(graph: str | None, work: Work) -> int:
     """Runs `work` with a client of the running graph's supervisor; faults become a message and a status."""
     try:
-        running = _find(graph)
-        return asyncio.run(_connected(running, work))
+        return asyncio.run(_connected(find_running(graph, os.environ), work))
     except DeclarationError as error:
         return _fail(str(error), 2)
     except LinkError as error:
@@ -174,31 +172,8 @@ def _talk(graph: str | None, work: Work) -> int:
 
 
 async def _connected(running: RunningGraph, work: Work) -> int:
-    served = control_port()
-    calls = Calls(served.requests, served.replies)
-    calls.name = served.name
-    links = Links(f"cli/{os.getpid()}", f"{os.getpid()}-{time.time_ns()}", transport=ZeroMQ())
-    try:
-        client = links.client(calls, {running.supervisor.node: served.name})
-        links.set_peers([running.supervisor])
+    async with connected(running) as client:
         return await work(client)
-    finally:
-        await links.close()
-
-
-def _find(name: str | None) -> RunningGraph:
-    """The running graph of that name, or the only one. Raises `LaunchError` or `DeclarationError`."""
-    found = running_graphs(base_dir(os.environ))
-    names = ", ".join(running.name for running in found)
-    if name is not None:
-        found = [running for running in found if running.name == name]
-        if not found:
-            raise LaunchError(f"no graph {name!r} is running; " + (f"there is {names}" if names else "none is"))
-    if not found:
-        raise LaunchError("no graph is running; start one with: graph serve FILE")
-    if len(found) > 1:
-        raise DeclarationError(f"several graphs are running; pick one with --graph: {names}")
-    return found[0]
 
 
 def _alive(pid: int) -> Callable[[], bool]:

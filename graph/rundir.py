@@ -1,10 +1,10 @@
 """The run directory: one private folder per running graph, its unique name and its lock.
 
-    <base>/lock            held for the moment in which names are claimed or looked up
-    <base>/<name>/lock     held as long as the graph runs; free means the graph is gone
+    <base>/                   locked for the moment in which names are claimed or looked up
+    <base>/<name>/            locked as long as the graph runs; unlocked means that the graph is gone
     <base>/<name>/graph.json  who runs there (`RunningGraph`)
-    <base>/<name>/logs/    one log per replica
-    <base>/<name>/*.sock   the sockets of the links
+    <base>/<name>/logs/       one log per replica
+    <base>/<name>/*.sock      the sockets of the links
 
 Paths are short because a Unix socket's may have 107 bytes.
 """
@@ -15,7 +15,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -86,7 +85,7 @@ class RunDir:
             path = base / name
             path.mkdir(mode=0o700)
             (path / "logs").mkdir()
-            lock = _try_lock(path / "lock")
+            lock = _try_lock(path)
             assert lock is not None, "a folder just made has a free lock"
             return cls(name, path, lock)
 
@@ -124,18 +123,16 @@ def is_running(base: Path, name: str) -> bool:
 
 
 def _remove_stale(base: Path) -> None:
-    for folder in base.iterdir():
-        if not folder.is_dir():
-            continue
-        lock = _try_lock(folder / "lock")
+    for folder in (entry for entry in base.iterdir() if entry.is_dir()):
+        lock = _try_lock(folder)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
-def _try_lock(path: Path) -> int | None:
-    """An open, locked file descriptor; None when another process holds the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _try_lock(folder: Path) -> int | None:
+    """The folder, open and locked; None when another process holds its lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -146,14 +143,36 @@ def _try_lock(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _locked(base: Path) -> Iterator[None]:
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = base.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise LaunchError(f"{base} belongs to someone else; remove it, or point XDG_RUNTIME_DIR to a folder of yours")
-    base.chmod(0o700)
-    descriptor = os.open(base / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    """Holds the lock of the user's folder, which is made before and removed afterwards if empty."""
+    descriptor = _lock_existing(base)
+    while descriptor is None:
+        descriptor = _lock_existing(base)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+        with contextlib.suppress(OSError):  # not empty
+            base.rmdir()
     finally:
         os.close(descriptor)
+
+
+def _lock_existing(base: Path) -> int | None:
+    """The folder, open and locked; None when its last user removed it while we waited for the lock."""
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LaunchError(f"cannot use the folder of running graphs: {error}") from error
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            raise LaunchError(f"{base} belongs to someone else; remove it, or set XDG_RUNTIME_DIR to a folder of yours")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if base.exists() and os.path.samestat(os.fstat(descriptor), base.stat()):
+            os.fchmod(descriptor, 0o700)
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
 
 from prometheus_client import Counter
 
@@ -13,7 +12,7 @@ from graph import Calls, Component, Context, Graph, Listen, Message, Node, NoPee
 
 
 class Greet(Message, frozen=True, array_like=True, tag=True):
-    """Who is to be greeted."""
+    """Who is to be greeted; `$NAME` stands for a variable of the greeter's environment."""
 
     name: str
 
@@ -45,7 +44,7 @@ class Greeter(Component):
         context.progress("putting on a smile", 0.5)
         if self.options.start_s:
             await asyncio.sleep(self.options.start_s)
-        if self.options.fail == "start" or (self.options.fail and Path(self.options.fail).exists()):
+        if self.options.fail == "start" or (self.options.fail and os.path.exists(self.options.fail)):  # noqa: ASYNC240
             raise RuntimeError("no smile found")
         if self.options.fail == "signal":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +57,8 @@ class Greeter(Component):
 
     def greet(self, request: Greet, stream: Stream) -> None:
         self.greeted.inc()
-        stream.end(Greeting(f"{self.options.word} {request.name}", os.getpid()))
+        name = os.environ.get(request.name.removeprefix("$"), request.name)
+        stream.end(Greeting(f"{self.options.word} {name}", os.getpid()))
 
 
 class DoorOptions(Options, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class DoorOptions(Options, frozen=True, kw_only=True):
 
 
 class Door(Component):
-    """Reads a line per connection and answers it: `metrics`, `health`, `env NAME`, or a name to be greeted."""
+    """Reads a line per connection and answers it: `metrics`, `health`, or a name to be greeted."""
 
     Options = DoorOptions
     listens = Listen()
