@@ -46,7 +46,6 @@ class _Failures:
 
     def __init__(self) -> None:
         self.boots: set[str] = set()
-        self.ids: list[str] = []
         self.last: LinkError | None = None
         self.suspect: Peer | None = None  # who is trying now
 
@@ -54,7 +53,6 @@ class _Failures:
         """The suspect failed; it is not asked again before it was restarted."""
         assert self.suspect is not None
         self.boots.add(self.suspect.boot)
-        self.ids.append(self.suspect.id)
         self.suspect = None
         self.last = error
 
@@ -117,7 +115,7 @@ class Generator:
             max_tokens=plan.stopping.max_tokens - len(choice.output),
             priority=plan.priority,
             disagg_request_id=plan.disagg_request_id or None,
-            exclude=tuple(failed.ids),
+            exclude=tuple(failed.boots),
         )
 
     def _generate_request(self, choice: Choice, placement: Placement) -> GenerateRequest:

@@ -119,7 +119,7 @@ class Processor(Component):
         reply = HttpReply(stream, loop.time)
         task = loop.create_task(self._endpoints.handle(request, reply))
         self._running[task] = reply
-        task.add_done_callback(lambda done: self._running.pop(done))
+        task.add_done_callback(self._running.pop)
         stream.on_cancel(lambda: _cancel(task))
 
     async def _reassure(self) -> None:

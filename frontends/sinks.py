@@ -39,6 +39,7 @@ class EventSink:
         self._opened: set[int] = set()
         self._num_open = len(choices)
         self._pending: list[bytes] = []
+        self._is_flushing = False  # at the next turn of the loop
 
     def add(self, choice: Choice, delta: Delta) -> None:
         index = choice.plan.index
@@ -56,7 +57,8 @@ class EventSink:
             self._pending.append(self._format.finish(index, choice.finish, usage, told))
         if len(self._choices) == 1:
             self._flush()
-        elif self._pending:
+        elif self._pending and not self._is_flushing:
+            self._is_flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def close(self) -> None:
@@ -68,6 +70,7 @@ class EventSink:
         self._reply.end()
 
     def _flush(self) -> None:
+        self._is_flushing = False
         data = b"".join(self._pending)
         self._pending.clear()
         if data and not self._reply.is_closed:

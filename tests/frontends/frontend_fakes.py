@@ -215,3 +215,10 @@ def listening_socket() -> socket.socket:
     listener.listen(2048)
     listener.setblocking(False)
     return listener
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 2.0) -> None:
+    """Waits for what has no event of its own."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)

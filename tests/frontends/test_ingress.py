@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from frontend_fakes import FakeClient, FakeContext, listening_socket
+from frontend_fakes import FakeClient, FakeContext, listening_socket, until
 
 from frontends.ingress import FrontendOptions, OpenAIFrontend
 from frontends.messages import HttpBody, HttpHead
@@ -63,12 +63,6 @@ def echo(request: Any, stream: Any) -> None:
 
 def silent(request: Any, stream: Any) -> None:
     """A processor that never answers."""
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 2.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
 
 
 async def connect(served: Served, sent: bytes) -> socket.socket:
