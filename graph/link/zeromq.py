@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import zmq
 
 from graph.errors import DeclarationError, LaunchError
 from graph.link.wire import LineDown
+
+# As plain numbers: looking an option up by its enum costs more than asking for its value.
+_EVENTS, _MORE = int(zmq.EVENTS), int(zmq.RCVMORE)
+_POLLIN, _NOBLOCK, _SNDMORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.SNDMORE)
 
 _HIGH_WATER = 32  # wire messages per line and direction; beyond it they wait in the outbox, where they merge
 _MAX_MESSAGE_BYTES = 256 << 20
@@ -107,7 +110,7 @@ class ZeroMQListener:
 
     def send(self, line: bytes, data: bytearray) -> bool:
         """Sends to one line."""
-        return self._socket.send([line, data])
+        return self._socket.send(data, line)
 
     def close(self, linger_s: float) -> None:
         """Closes the socket."""
@@ -122,7 +125,7 @@ class ZeroMQDialer:
 
     def send(self, data: bytearray) -> bool:
         """Sends to the peer."""
-        return self._socket.send([data])
+        return self._socket.send(data)
 
     def close(self, linger_s: float) -> None:
         """Closes the socket."""
@@ -151,19 +154,21 @@ class _Socket:
         self._loop.add_reader(self._fd, self.read)
         self._schedule()
 
-    def send(self, parts: list[Any]) -> bool:
-        """Sends one multipart message; False if the line is full."""
+    def send(self, data: bytearray, line: bytes | None = None) -> bool:
+        """Sends one wire message, on a ROUTER to `line`; False if there is no room."""
         if self._socket.closed:
             raise LineDown
         try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK)
+            if line is not None:
+                self._socket.send(line, _NOBLOCK | _SNDMORE)
+            self._socket.send(data, _NOBLOCK)
         except zmq.Again:
             self._wait_writable()
             return False
         except zmq.ZMQError as error:
             raise LineDown from error
         finally:
-            if not self._is_scheduled and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not self._is_scheduled and self._is_readable():
                 self._schedule()
         return True
 
@@ -171,18 +176,23 @@ class _Socket:
         """Delivers what has arrived, at most a burst of it; then lets waiting writers try."""
         self._is_scheduled = False
         for _ in range(_BURST):
-            if self._socket.closed:
-                return
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if self._socket.closed or not self._is_readable():
                 break
-            self._deliver(parts)
+            self._deliver(self._receive())
         else:
             self._schedule()
         if self._is_full and not self._socket.closed:
             self._is_full = False
             self._on_writable()
+
+    def _is_readable(self) -> bool:
+        return bool(int(self._socket.get(_EVENTS)) & _POLLIN)
+
+    def _receive(self) -> list[bytes]:
+        parts = [self._socket.recv(_NOBLOCK)]
+        while self._socket.get(_MORE):
+            parts.append(self._socket.recv(_NOBLOCK))
+        return parts
 
     def _wait_writable(self) -> None:
         # The command that announces room may be eaten by any other call on the socket, and a ROUTER
