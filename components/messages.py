@@ -143,7 +143,7 @@ class PlacementRequest(Message, frozen=True, array_like=True, tag=True):
     max_tokens: int
     priority: int = 0
     disagg_request_id: int | None = None  # a client's label, to be unique among live requests
-    exclude: tuple[str, ...] = ()  # replicas that just failed this request
+    exclude: tuple[str, ...] = ()  # replicas that just failed this request, by boot (or id, for all their lives)
 
 
 class Placement(Message, frozen=True, array_like=True, tag=True):

@@ -16,19 +16,19 @@ def decide(
 ) -> Placement | None:
     """Places a request, or returns None while nobody can generate.
 
-    Whoever stands in `exclude` (replica ids or boots) just failed this request: another is taken as
-    long as there is one, since a worker that is the last one may have recovered. A decode worker
-    gets a prefill worker beside it; it computes the prompt itself where there is no good one.
+    Whoever stands in `exclude`, by boot or by replica id, just failed this request and is not asked
+    again; its next life has another boot. A decode worker gets a prefill worker beside it, and
+    computes the prompt itself where there is none.
     """
-    able = [worker for worker in workers if worker.role in GENERATING]
-    good = [worker for worker in able if not {worker.id, worker.boot} & set(exclude)]
-    if not able:
+    able = [worker for worker in workers if not {worker.id, worker.boot} & set(exclude)]
+    generating = [worker for worker in able if worker.role in GENERATING]
+    if not generating:
         return None
-    chosen = policy(good or able, question)
+    chosen = policy(generating, question)
     reason = f"{chosen.worker.id}: {chosen.reason}"
     prefill = None
     if chosen.worker.role == "decode":
-        helpers = [w for w in workers if w.role == "prefill" and not {w.id, w.boot} & set(exclude)]
+        helpers = [worker for worker in able if worker.role == "prefill"]
         prefill = policy(helpers, question) if helpers else None
         reason += f"; {prefill.worker.id}: {prefill.reason}" if prefill else "; no prefill worker"
     return Placement(
