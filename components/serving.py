@@ -33,7 +33,7 @@ from components.messages import (
 )
 from components.metrics import EngineMetrics
 from components.options import WorkerOptions
-from graph import Context, Message, PeerFault, Publishes, Refused, Stream
+from graph import Context, Message, Publishes, Refused, Stream
 
 _CANARY_PRIORITY = 1 << 30
 
@@ -72,7 +72,7 @@ class Serving:
         self._idle.set()
         self._load = Load()
         self._hashes: dict[bytes, None] = {}  # what the events told so far
-        self._canaries: dict[str, asyncio.Future[None]] = {}
+        self._canaries: dict[str, asyncio.Future[Output]] = {}
         self._canary_numbers = count()
         self._has_engine = False
 
@@ -84,7 +84,9 @@ class Serving:
         self.engine = await asyncio.to_thread(build_engine, self._options, self._context, self._on_report)
         self._has_engine = True
         self.engine.start()
-        await self.alive()
+        answer = await self._try_engine()
+        if isinstance(answer, Ended):
+            raise answer.error
 
     async def drain(self) -> None:
         """Returns when no stream is open any more."""
@@ -97,29 +99,46 @@ class Serving:
             await asyncio.sleep(0)  # the engine's last report is delivered before this returns
 
     async def alive(self) -> None:
-        """Sends a canary through the engine. Returns when it, or any other sequence, got a token.
+        """Returns when a canary has got its token, or when the engine had a whole round and no room for it.
 
-        An engine without a free block cannot take the canary in: there a request that is refused at
-        once shows that the engine's thread still turns.
+        Raises what the engine ended in, if it gave up.
         """
-        canary = f"{self._context.boot}-canary-{next(self._canary_numbers)}"
-        self._canaries[canary] = done = self._context.loop.create_future()
-        is_full = self._load.blocks_total > 0 and self._load.blocks_used >= self._load.blocks_total
+        await self._try_engine()
+        if self.engine.failure is not None:
+            raise self.engine.failure
+
+    async def _try_engine(self) -> Output | None:
+        """The answer to a canary, a one-token request ahead of all others; None if it found no room.
+
+        Empty requests behind it are refused at the start of a round: once the second one is, all of
+        the round that could have taken the canary in has passed, its step included.
+        """
+        mine: dict[str, asyncio.Future[Output]] = {}
         try:
-            self.engine.submit(
-                EngineRequest(
-                    id=canary,
-                    tokens=[] if is_full else [0],
-                    num_prompt_tokens=0 if is_full else 1,
-                    sampling=Sampling(temperature=0.0),
-                    stopping=Stopping(max_tokens=1),
-                    priority=_CANARY_PRIORITY,
-                )
-            )
-            await done
+            canary = self._send_canary([0], mine)
+            await asyncio.wait((canary, self._send_canary([], mine)), return_when=asyncio.FIRST_COMPLETED)
+            if not canary.done():
+                await asyncio.wait((canary, self._send_canary([], mine)), return_when=asyncio.FIRST_COMPLETED)
+            return canary.result() if canary.done() else None
         finally:
-            del self._canaries[canary]
-            self.engine.abort(canary)
+            for id in mine:
+                self.engine.abort(id)
+                self._canaries.pop(id, None)
+
+    def _send_canary(self, tokens: list[int], sent: dict[str, asyncio.Future[Output]]) -> asyncio.Future[Output]:
+        id = f"{self._context.boot}-canary-{next(self._canary_numbers)}"
+        self._canaries[id] = sent[id] = answer = self._context.loop.create_future()
+        self.engine.submit(
+            EngineRequest(
+                id=id,
+                tokens=tokens,
+                num_prompt_tokens=len(tokens),
+                sampling=Sampling(temperature=0.0),
+                stopping=Stopping(max_tokens=1),
+                priority=_CANARY_PRIORITY,
+            )
+        )
+        return answer
 
     def generate(
         self, request: GenerateRequest, stream: Stream, *, mode: Literal["generate", "remote"] = "generate"
@@ -168,8 +187,9 @@ class Serving:
             self._context.spawn(self._fail(self.engine.failure), name="engine failure")
 
     def _deliver_output(self, output: Output) -> None:
-        if isinstance(output, StepTokens | Ended) and self._canaries:
-            self._note_sign_of_life(output)
+        if output.id in self._canaries:
+            _resolve(self._canaries.pop(output.id), output)
+            return
         if self._watcher is not None:
             self._watcher.on_output(output)
         walk = self._walks.get(output.id)
@@ -201,15 +221,6 @@ class Serving:
         del self._walks[id]
         if not self._walks:
             self._idle.set()
-
-    def _note_sign_of_life(self, output: StepTokens | Ended) -> None:
-        error = output.error if isinstance(output, Ended) else None
-        is_failure = isinstance(error, PeerFault) and output.id in self._canaries
-        for canary in self._canaries.values():
-            if not canary.done() and is_failure and error is not None:
-                canary.set_exception(error)
-            elif not canary.done() and (error is None or output.id in self._canaries):
-                canary.set_result(None)
 
     def _remember(self, event: Message) -> None:
         match event:
@@ -258,6 +269,11 @@ class _Walk:
             first_token_ms=first_token_ms,
             decode_ms=(now_s - self._first_token_s) * 1e3,
         )
+
+
+def _resolve(answer: asyncio.Future[Output], output: Output) -> None:
+    if not answer.done():  # cancelled, with the one who asked
+        answer.set_result(output)
 
 
 def _split(hashes: bytes) -> list[bytes]:
