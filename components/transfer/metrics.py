@@ -18,9 +18,6 @@ class TransferMetrics:
         self._seconds = Counter("headrace_kv_transfer_seconds", "Time of KV READs by part", ["part"], registry=registry)
         self._errors = Counter("headrace_kv_transport_errors", "KV READs the transport failed", registry=registry)
         self._leases = Counter("headrace_kv_leases_lost", "Pulls whose lease had ended", registry=registry)
-        self._quarantined = Gauge(
-            "headrace_kv_quarantined_blocks", "Blocks held back until their READ has ended", registry=registry
-        )
 
     def remote(self, num_tokens: int) -> None:
         """A prompt came from a prefill worker; `num_tokens` of it were pulled."""
@@ -43,10 +40,6 @@ class TransferMetrics:
     def lease_lost(self) -> None:
         """A pull was given up because its lease had ended."""
         self._leases.inc()
-
-    def quarantined(self, num_blocks: int) -> None:
-        """The engine holds back so many blocks now."""
-        self._quarantined.set(num_blocks)
 
 
 class LeaseMetrics:

@@ -20,6 +20,9 @@ from components.messages import RankRegion
 from components.transfer.agent import LocalRegion, State, TransferError, rank_region
 from components.transfer.plan import Pieces, Route, Slots
 
+WARM_UP_BYTES = 64
+"""Read from every new peer at once: a first READ pays tens of milliseconds for the connection."""
+
 ONE_HOST_ENVIRONMENT = {"UCX_NET_DEVICES": "lo"}
 """NIXL's sockets know no authentication: on one host they stay on loopback."""
 
@@ -41,20 +44,27 @@ class NixlAgent:
         """Loads NIXL and registers `region`; raises `TransferError` if either cannot be done."""
         for name, value in ONE_HOST_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if region.memory == "VRAM":  # else UCX takes a path a hundred times slower, without a word
+            import torch
+
+            torch.cuda.set_device(region.device)
         api = _load()
         self._errors = _errors(api)
         self.name = f"headrace-{uuid4().hex}"
-        self._local = region
         self._agent = _make_agent(api, self.name, transport, self._errors)
+        self._scratch = np.zeros(WARM_UP_BYTES, np.uint8)
         try:
-            rows = [(region.base, region.num_bytes, region.device, "")]
-            self._registered = self._agent.register_memory(rows, mem_type=region.memory)
+            self._registered = [
+                self._register(region.base, region.num_bytes, region.memory, region.device),
+                self._register(self._scratch.ctypes.data, WARM_UP_BYTES, "DRAM", 0),
+            ]
             metadata = self._agent.get_agent_metadata()
         except self._errors as error:
             raise TransferError(f"NIXL cannot register {region.num_bytes} bytes of {region.memory}: {error}") from error
         self.region = rank_region(region, agent=self.name, metadata=metadata)
         self._peers: dict[str, _Peer] = {}
         self._leaving: dict[str, _Peer] = {}
+        self._warming: list[int] = []
         self._handles: dict[int, tuple[str, Any]] = {}
         self._next_handle = 1
 
@@ -64,16 +74,11 @@ class NixlAgent:
             name = name.decode() if isinstance(name, bytes) else name
             if name != peer.agent:
                 raise TransferError(f"metadata of NIXL agent {peer.agent!r} describes {name!r}")
-            if way.source_slots is None or way.target_slots is None:
-                self._peers[peer.agent] = _Peer(peer)
-                return
-            ours = _strided(self.region, way.target_slots)
-            theirs = _strided(peer, way.source_slots)
-            local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", ours, self.region.memory)
-            remote = self._agent.prep_xfer_dlist(peer.agent, theirs, peer.memory)
+            self._peers[peer.agent] = self._prepared(peer, way)
+            self._warm_up(peer)
         except self._errors as error:
+            self._peers.pop(peer.agent, None)
             raise TransferError(f"NIXL cannot connect to agent {peer.agent!r}: {_say(error)}") from error
-        self._peers[peer.agent] = _Peer(peer, local, remote)
 
     def disconnect(self, agent: str) -> None:
         peer = self._peers.pop(agent, None)
@@ -102,14 +107,7 @@ class NixlAgent:
             handle = self._prepare(peer, pieces)
         except self._errors as error:
             raise TransferError(f"READ from {agent!r} could not be prepared: {_say(error)}") from error
-        try:
-            self._agent.transfer(handle)
-        except self._errors as error:  # some pieces may be on their way: `poll` tells when it is over
-            logger.warning("READ from %s could not be posted: %s", agent, _say(error))
-        number = self._next_handle
-        self._next_handle += 1
-        self._handles[number] = (peer.region.agent, handle)
-        return number
+        return self._start(agent, handle)
 
     def poll(self, handle: int) -> State:
         agent, transfer = self._handles[handle]
@@ -127,6 +125,9 @@ class NixlAgent:
 
     def progress(self) -> None:
         self._agent.get_new_notifs()
+        for handle in list(self._warming):
+            if self.poll(handle) != "pending":
+                self._warming.remove(handle)
 
     def close(self) -> None:
         for _, transfer in self._handles.values():
@@ -134,9 +135,38 @@ class NixlAgent:
         self._handles.clear()
         for agent in list(self._peers):
             self.disconnect(agent)
-        if self._registered is not None:
-            self._agent.deregister_memory(self._registered)
-            self._registered = None
+        for descriptors in self._registered:
+            self._agent.deregister_memory(descriptors)
+        self._registered.clear()
+
+    def _register(self, address: int, num_bytes: int, memory: str, device: int) -> Any:
+        return self._agent.register_memory([(address, num_bytes, device, "")], mem_type=memory)
+
+    def _prepared(self, peer: RankRegion, way: Route) -> _Peer:
+        if way.source_slots is None or way.target_slots is None:
+            return _Peer(peer)
+        ours = _strided(self.region, way.target_slots)
+        theirs = _strided(peer, way.source_slots)
+        local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", ours, self.region.memory)
+        return _Peer(peer, local, self._agent.prep_xfer_dlist(peer.agent, theirs, peer.memory))
+
+    def _warm_up(self, peer: RankRegion) -> None:
+        """Reads a few bytes of the peer's first block into a scratch of ours."""
+        here = self._agent.get_xfer_descs([(self._scratch.ctypes.data, WARM_UP_BYTES, 0)], "DRAM")
+        there = self._agent.get_xfer_descs([(peer.base, WARM_UP_BYTES, peer.device)], peer.memory)
+        transfer = self._agent.initialize_xfer("READ", here, there, peer.agent)
+        self._warming.append(self._start(peer.agent, transfer))
+
+    def _start(self, agent: str, transfer: Any) -> int:
+        """Posts a prepared transfer; from here on it has a handle, whatever becomes of it."""
+        try:
+            self._agent.transfer(transfer)
+        except self._errors as error:  # some pieces may be on their way: `poll` tells when it is over
+            logger.warning("READ from %s could not be posted: %s", agent, _say(error))
+        handle = self._next_handle
+        self._next_handle += 1
+        self._handles[handle] = (agent, transfer)
+        return handle
 
     def _prepare(self, peer: _Peer, pieces: Pieces) -> Any:
         if pieces.blocks is not None and peer.remote is not None:
