@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from components.engine.runner import Batch, SampleRow
+from components.engine.runner import Batch, Ints, SampleRow
 from components.engine.scheduler import Work
 from components.engine.sequence import Sequence
 
 
 def assemble(work: tuple[Work, ...]) -> Batch:
-    """The flattened batch of `work`; called after its blocks are allocated. Token and table arrays are views."""
-    counts = np.fromiter((w.num_tokens for w in work), np.int32, len(work))
-    starts = np.fromiter((w.sequence.num_computed for w in work), np.int32, len(work))
+    """The flattened batch of `work`; called after its blocks are allocated. Tables and sample rows are views."""
+    starts = np.array([w.sequence.num_computed for w in work], np.int32)
+    counts = np.array([w.num_tokens for w in work], np.int32)
+    stops = starts + counts
     cu_seqlens = np.zeros(len(work) + 1, np.int32)
     np.cumsum(counts, out=cu_seqlens[1:])
     positions = np.repeat(starts - cu_seqlens[:-1], counts) + np.arange(cu_seqlens[-1], dtype=np.int32)
-    seq_lens = starts + counts
-    block_size = work[0].sequence.block_size
-    tables = tuple(w.sequence.blocks.view(0, -(-int(n) // block_size)) for w, n in zip(work, seq_lens, strict=True))
-    blocks = [
-        t[s // block_size :].repeat(block_size)[s % block_size :][:n]
-        for t, s, n in zip(tables, starts, counts, strict=True)
-    ]
+    spans = list(zip(work, starts.tolist(), stops.tolist(), strict=True))
+    tables = tuple(w.sequence.blocks.view(0, w.sequence.num_blocks_for(stop)) for w, _, stop in spans)
     return Batch(
-        input_ids=np.concatenate(
-            [w.sequence.tokens.view(s, e) for w, s, e in zip(work, starts, seq_lens, strict=True)]
-        ),
+        input_ids=np.concatenate([w.sequence.tokens.view(start, stop) for w, start, stop in spans]),
         positions=positions,
         cu_seqlens_q=cu_seqlens,
-        seq_lens=seq_lens,
+        seq_lens=stops,
         block_tables=tables,
-        slot_mapping=np.concatenate(blocks).astype(np.int64) * block_size + positions % block_size,
+        slot_mapping=_slots(tables, positions, counts, block_size=work[0].sequence.block_size),
         samples=tuple(_sample_row(row, w.sequence) for row, w in enumerate(work) if is_sampled(w)),
     )
+
+
+def _slots(tables: tuple[Ints, ...], positions: Ints, counts: Ints, *, block_size: int) -> npt.NDArray[np.int64]:
+    """Where each new token's KV goes: its block's id * block_size + its place in the block."""
+    firsts = np.zeros(len(tables), np.int64)  # where each table begins among all of them
+    np.cumsum([len(table) for table in tables[:-1]], out=firsts[1:])
+    blocks = np.concatenate(tables)[np.repeat(firsts, counts) + positions // block_size]
+    return blocks.astype(np.int64) * block_size + positions % block_size
 
 
 def is_sampled(work: Work) -> bool:

@@ -213,6 +213,8 @@ class Book:
         sequence.num_computed = sequence.num_entered = sequence.num_lent = 0
 
     def _enter_final_blocks(self, sequence: Sequence) -> None:
+        if not sequence.has_final_blocks:
+            return
         for block, parent, units in sequence.final_blocks():
             self.pool.enter(block, parent=parent, units=units)
             self.queues.fulfil(units[-1])
@@ -231,7 +233,7 @@ class Book:
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """Adds a chosen token and tells it; finishes the sequence if it was the last one."""
-        sequence.tokens.extend((token,))
+        sequence.tokens.append(token)
         self.num_generated_tokens += 1
         finish = self._finish(sequence, token)
         is_first, sequence.is_told = not sequence.is_told, True

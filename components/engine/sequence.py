@@ -50,12 +50,14 @@ class Ids:
     def __getitem__(self, index: int) -> int:
         return int(self._data[index if index >= 0 else self._size + index])
 
+    def append(self, id: int) -> None:
+        self._grow(self._size + 1)
+        self._data[self._size] = id
+        self._size += 1
+
     def extend(self, ids: Items[int]) -> None:
         size = self._size + len(ids)
-        if size > len(self._data):
-            grown = np.empty(2 * size, np.int32)
-            grown[: self._size] = self._data[: self._size]
-            self._data = grown
+        self._grow(size)
         self._data[self._size : size] = ids
         self._size = size
 
@@ -67,6 +69,12 @@ class Ids:
         """Forgets all; a new array follows, so that old views keep what they show."""
         self._data = np.empty(_SPARE, np.int32)
         self._size = 0
+
+    def _grow(self, size: int) -> None:
+        if size > len(self._data):
+            grown = np.empty(2 * size, np.int32)
+            grown[: self._size] = self._data[: self._size]
+            self._data = grown
 
 
 class Sequence:
@@ -140,15 +148,18 @@ class Sequence:
         per_block = self.block_size // self._hash_unit
         return self._units[(start + 1) * per_block - 1 : stop * per_block : per_block]
 
+    @property
+    def has_final_blocks(self) -> bool:
+        """Whether there are full blocks of computed tokens that are not in the cache yet."""
+        return self._hash_unit is not None and self.num_computed // self.block_size > self.num_entered
+
     def final_blocks(self) -> Iterable[tuple[int, bytes, list[bytes]]]:
         """(block, parent, units) of the blocks that are full of computed tokens and not yet entered."""
         if self._hash_unit is None:
             return
+        self._extend_hashes()
         per_block = self.block_size // self._hash_unit
-        full = self.num_computed // self.block_size
-        if full > self.num_entered:
-            self._extend_hashes()
-        for index in range(self.num_entered, full):
+        for index in range(self.num_entered, self.num_computed // self.block_size):
             first = index * per_block
             parent = self._units[first - 1] if first else self._root
             yield self.blocks[index], parent, self._units[first : first + per_block]
