@@ -14,6 +14,7 @@ Leaving `generate` in any way ends all streams of the request, at the workers an
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -92,7 +93,7 @@ class Generator:
         failed = _Failures()
         while True:
             choice.walk.attempts += 1
-            started = asyncio.get_running_loop().time()
+            started = time.monotonic()
             request = self._placement_request(choice, failed)
             try:
                 async with self._placer.place(request, failed=failed.boots, wait_s=failed.wait_s(choice)) as placement:
@@ -178,4 +179,4 @@ class Generator:
         walk = choice.walk
         walk.worker, walk.prefill = placement.worker, placement.prefill
         walk.overlap_blocks, walk.reason = placement.overlap_blocks, placement.reason
-        walk.place_ms += (asyncio.get_running_loop().time() - started) * 1e3
+        walk.place_ms += (time.monotonic() - started) * 1e3

@@ -71,7 +71,7 @@ class Processor(Component):
             generator=Generator(placer, workers, _attempt_ids(context.boot)),
             metrics=ProcessorMetrics(context.metrics),
             created=int(time.time()),
-            clock=context.loop.time,
+            clock=time.monotonic,  # the loop's own clock stands still within a turn
         )
         context.serve(type(self).requests, self._accept)
         context.spawn(self._reassure(), name="signs of life")
@@ -115,9 +115,8 @@ class Processor(Component):
     def _accept(self, request: HttpRequest, stream: Stream) -> None:
         """Takes one request; its task lives until it is answered or its client has left."""
         assert self._endpoints is not None
-        loop = asyncio.get_running_loop()
-        reply = HttpReply(stream, loop.time)
-        task = loop.create_task(self._endpoints.handle(request, reply))
+        reply = HttpReply(stream, time.monotonic)
+        task = asyncio.get_running_loop().create_task(self._endpoints.handle(request, reply))
         self._running[task] = reply
         task.add_done_callback(self._running.pop)
         stream.on_cancel(lambda: _cancel(task))
