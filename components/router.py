@@ -103,7 +103,7 @@ class Router(Component):
         placement = msgspec.structs.replace(decided, disagg_request_id=label)
         used = (placement.worker, placement.prefill) if placement.prefill else (placement.worker,)
         self._workers.place(stream.id, used, request.num_tokens, now_s)
-        self._metrics.placed.labels("remote" if placement.prefill else "local").inc()
+        self._metrics.placed.labels("named" if placement.prefill else "none").inc()
         stream.on_cancel(lambda: self._end(stream.id, label))
         stream.send(placement)
 
@@ -127,7 +127,10 @@ class _Metrics:
 
         registry = context.metrics
         self.placed = Counter(
-            "headrace_router_placements", "Requests placed, by where the prompt goes", ["prefill"], registry=registry
+            "headrace_router_placements",
+            "Requests placed, with or without a prefill worker",
+            ["prefill"],
+            registry=registry,
         )
         self.refused = Counter(
             "headrace_router_refused", "Requests that were not placed, by reason", ["reason"], registry=registry
