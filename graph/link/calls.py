@@ -94,7 +94,8 @@ class OpenCall:
 
     def cancel(self) -> None:
         """Gives the call up. Idempotent."""
-        self.give_up(RequestCancelled(f"{self.edge} to {self.peer.id}: cancelled by the caller"))
+        if not self.is_closed:
+            self.give_up(RequestCancelled(f"{self.edge} to {self.peer.id}: cancelled by the caller"))
 
     def expire(self) -> None:
         """Gives the call up because its next reply is late."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,8 @@ from graph.link.codec import LINE, MALFORMED, Bye, Decode, Frame, Hello, Kind, d
 from graph.link.deadlines import Deadlines
 from graph.link.wire import Dialer, Outbox, Traffic, Transport
 from graph.ports import Calls, Message
+
+log = logging.getLogger(__name__)
 
 _bye = decoder(Bye)
 
@@ -206,8 +209,9 @@ class PortClient:
 
     def __init__(self, pool: Pool, port: Calls, targets: Mapping[str, str]) -> None:
         self._pool = pool
-        self._name = port.name
         self._targets = dict(targets)
+        self._edge = f"{pool.id}.{port.name} >> {', '.join(targets) or 'nothing'}"
+        self._edges = {node: f"{pool.id}.{port.name} >> {node}.{name}" for node, name in targets.items()}
         self._decode = decoder(*port.replies)
         self._peers: Mapping[str, Peer] = MappingProxyType({})
         self._callbacks: list[Callable[[Mapping[str, Peer]], None]] = []
@@ -234,7 +238,10 @@ class PortClient:
             if peers and not waiter.done():
                 waiter.set_result(next(iter(peers.values())))
         for callback in self._callbacks:
-            callback(self._peers)
+            try:
+                callback(self._peers)
+            except Exception:
+                log.exception("%s: the receiver of the peers failed", self._edge)
 
     async def wait_peer(self, timeout_s: float) -> Peer:
         """The first peer that is ready; raises `NoPeer` if there is none in time."""
@@ -245,7 +252,7 @@ class PortClient:
         try:
             return await asyncio.wait_for(waiter, timeout_s)
         except TimeoutError:
-            raise NoPeer(f"{self._edge()}: no ready replica within {timeout_s:g} s", retry_after_s=1.0) from None
+            raise NoPeer(f"{self._edge}: no ready replica within {timeout_s:g} s", retry_after_s=1.0) from None
         finally:
             self._waiters.discard(waiter)
 
@@ -262,12 +269,12 @@ class PortClient:
         found = self._pool.live.get(peer)
         port = None if found is None else self._targets.get(found.node)
         if found is None or port is None:
-            raise NoPeer(f"{self._edge()}: no live replica {peer!r}", retry_after_s=1.0)
+            raise NoPeer(f"{self._edge}: no live replica {peer!r}", retry_after_s=1.0)
         return self._pool.open(
             found,
             port,
             request,
-            edge=f"{self._pool.id}.{self._name} >> {found.node}.{port}",
+            edge=self._edges[found.node],
             decode=self._decode,
             timeout_s=timeout_s,
             on_item=on_item,
@@ -299,6 +306,3 @@ class PortClient:
         """Calls back now and whenever the set of ready peers changes."""
         self._callbacks.append(callback)
         callback(self._peers)
-
-    def _edge(self) -> str:
-        return f"{self._pool.id}.{self._name} >> {', '.join(self._targets) or 'nothing'}"

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+_MIN_SWEEP = 1024
+
 
 class Timed(Protocol):
     """Something whose deadline may move later, or vanish with its end."""
@@ -29,6 +31,7 @@ class Deadlines:
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_checking = False
+        self._sweep_at = _MIN_SWEEP
 
     def add(self, timed: Timed) -> None:
         """Watches `timed` until it is closed."""
@@ -36,6 +39,8 @@ class Deadlines:
             return
         self._count += 1
         heapq.heappush(self._heap, (timed.deadline, self._count, timed))
+        if len(self._heap) >= self._sweep_at:
+            self._sweep()
         self._arm()
 
     def close(self) -> None:
@@ -44,6 +49,12 @@ class Deadlines:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _sweep(self) -> None:
+        # Calls that ended long before their deadline; amortised, each add pays for about one of them.
+        self._heap = [entry for entry in self._heap if not entry[2].is_closed]
+        heapq.heapify(self._heap)
+        self._sweep_at = max(_MIN_SWEEP, 2 * len(self._heap))
 
     def _arm(self) -> None:
         if not self._heap or self._is_checking:

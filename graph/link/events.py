@@ -75,9 +75,10 @@ class PortPublisher:
         is_dropped = self._num_to_drop > 0
         self._num_to_drop -= is_dropped
         for stream in list(self._streams):
-            if is_dropped or stream in self._skipped or stream.num_backlog_bytes > self._max_backlog:
+            if is_dropped or stream.num_backlog_bytes > self._max_backlog:
                 self._skip(stream)
             else:
+                self._skipped.discard(stream)  # it sees the gap now
                 stream.send(numbered)
 
     def drop_next(self, num_events: int) -> None:
@@ -181,8 +182,12 @@ class Follower:
     def close(self) -> None:
         """The peer is lost; tells the subscription if it knew of the peer."""
         self.stop()
-        if self._is_known:
+        if not self._is_known:
+            return
+        try:
             self._subscription.on_lost(self.peer)
+        except Exception:
+            log.exception("%s: the subscription failed at the loss of %s", self._edge, self.peer.id)
 
     def stop(self) -> None:
         """Stops following."""

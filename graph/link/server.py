@@ -207,6 +207,7 @@ class Server:
     async def close(self) -> None:
         """Cancels all streams, tells the callers, and ends the running handlers."""
         for caller in list(self._callers.values()):
+            caller.outbox.flush()  # ends that were sent just now count
             caller.cut(RequestCancelled(f"{self._id} is stopping"), is_leaving=True)
             caller.outbox.flush()
         self._callers.clear()

@@ -175,11 +175,16 @@ class _Socket:
     def read(self) -> None:
         """Delivers what has arrived, at most a burst of it; then lets waiting writers try."""
         self._is_scheduled = False
+        if self._socket.closed:
+            return
+        parts = self._receive()  # nearly always there is one: cheaper to try than to ask
         for _ in range(_BURST):
-            if self._socket.closed or not self._is_readable():
+            if parts is None:
                 break
-            self._deliver(self._receive())
-        else:
+            self._deliver(parts)
+            parts = None if self._socket.closed or not self._is_readable() else self._receive()
+        if parts is not None:
+            self._deliver(parts)
             self._schedule()
         if self._is_full and not self._socket.closed:
             self._is_full = False
@@ -188,8 +193,11 @@ class _Socket:
     def _is_readable(self) -> bool:
         return bool(int(self._socket.get(_EVENTS)) & _POLLIN)
 
-    def _receive(self) -> list[bytes]:
-        parts = [self._socket.recv(_NOBLOCK)]
+    def _receive(self) -> list[bytes] | None:
+        try:
+            parts = [self._socket.recv(_NOBLOCK)]
+        except zmq.Again:
+            return None  # woken for room, not for a message
         while self._socket.get(_MORE):
             parts.append(self._socket.recv(_NOBLOCK))
         return parts

@@ -105,6 +105,20 @@ def test_closing_the_server_ends_both_sides(site, ending, until):
     site.run(body)
 
 
+def test_ends_sent_just_before_closing_arrive(site, until):
+    async def body():
+        streams = []
+        server = site.server(holding(streams, []))
+        _, client = site.caller(server)
+        call = client.open(site.Ask(), peer="server/0", timeout_s=60)
+        await until(lambda: streams)
+        streams[0].end(site.Tell(1))
+        await server.close()
+        assert [tell async for tell in call] == [site.Tell(1)]
+
+    site.run(body)
+
+
 def test_closing_the_server_ends_running_handlers(site, until):
     async def body():
         ended = []
