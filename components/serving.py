@@ -75,6 +75,7 @@ class Serving:
         self._canaries: dict[str, asyncio.Future[Output]] = {}
         self._canary_numbers = count()
         self._has_engine = False
+        self._has_failed = False
 
     async def start(self) -> None:
         """Loads the model and starts the engine; the event loop stays free meanwhile."""
@@ -183,7 +184,8 @@ class Serving:
             self._load = report.load
             self._publisher.publish(LoadChanged(report.load))
         self._metrics.note(report)
-        if self.engine.failure is not None:
+        if self.engine.failure is not None and not self._has_failed:
+            self._has_failed = True
             self._context.spawn(self._fail(self.engine.failure), name="engine failure")
 
     def _deliver_output(self, output: Output) -> None:

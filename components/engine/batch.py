@@ -35,8 +35,9 @@ def _slots(tables: tuple[Ints, ...], positions: Ints, counts: Ints, *, block_siz
     """Where each new token's KV goes: its block's id * block_size + its place in the block."""
     firsts = np.zeros(len(tables), np.int64)  # where each table begins among all of them
     np.cumsum([len(table) for table in tables[:-1]], out=firsts[1:])
-    blocks = np.concatenate(tables)[np.repeat(firsts, counts) + positions // block_size]
-    return blocks.astype(np.int64) * block_size + positions % block_size
+    blocks: Ints = np.concatenate(tables)[np.repeat(firsts, counts) + positions // block_size]
+    slots: npt.NDArray[np.int64] = blocks.astype(np.int64) * block_size + positions % block_size
+    return slots
 
 
 def is_sampled(work: Work) -> bool:

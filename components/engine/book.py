@@ -53,7 +53,7 @@ class Book:
         queued = sum(s.num_remaining for s in queues.waiting) + sum(s.num_remaining for s in queues.running)
         return Load(
             running=len(queues.running),
-            waiting=len(queues) - len(queues.running),
+            waiting=len(queues.waiting) + sum(s.phase is not Phase.RESERVING for s in queues.pulling),
             blocks_used=self.pool.num_used,
             blocks_total=self.pool.num_blocks,
             prefill_tokens=queued - sum(s.is_decoding for s in queues.running),

@@ -2,23 +2,26 @@
 
 Life of a sequence (all moves happen on the engine's thread, between steps):
 
-    waiting    admitted to the queue; by priority, then arrival
+    waiting    in the queue, by priority, then arrival, until there is room for all its tokens at
+               once; one whose next block another sequence is just computing waits for that
     matched    mode "remote" only: its cached prefix is pinned, `Matched` was reported, and the
                owner decides: `compute_locally` -> waiting, or `reserve`
     reserving  waits for room for all missing blocks of the prompt at once -> reserved, `Reserved`
     reserved   its blocks are lent to the transfer until `adopt` -> running, `compute_locally`
                -> waiting (recompute), or abort; lent blocks of a sequence that left this state any
                other way than by `adopt` are quarantined until `settled`
-    running    in the batch: prompt chunks first, then a token per step
+    running    in the batch: chunks of its tokens first, then a token per step
     held       mode "prefill" only: prompt done, blocks pinned until `release`
     finished   blocks returned, in exactly one terminal output (finish, or `Ended` with an error)
 
-A running sequence may be preempted: its blocks are freed, it waits again at the front and is
-recomputed, prompt and output alike.
+A running sequence may be preempted (mode "prefill" apart, whose blocks are being read): its blocks
+are freed, it waits again in its old place and is recomputed, prompt and output alike. A step that
+fails ends its sequences; a second one in a row ends the engine.
 
-    plan = schedule(...)            pure: which sequences, how many tokens, who is preempted
-    sampled = runner.execute(batch) acts
-    book(plan, sampled)             pure bookkeeping: lengths, hashes, outputs, events
+    plan = schedule(...)                       pure: which sequences, how many tokens, who is preempted
+    book.apply(plan)                           blocks returned, pinned, allocated
+    sampled = runner.execute(assemble(...))    acts
+    book.book(plan, sampled)                   lengths, hashes, outputs, events
 """
 
 from __future__ import annotations
@@ -93,6 +96,7 @@ class Engine:
         self._commands: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
         self._is_stopping = False
+        self._is_over = False  # no command is carried out any more
         self._failure: LinkError | None = None
         self._num_failures = 0  # failed steps in a row
         self._told_load = Load()
@@ -115,6 +119,8 @@ class Engine:
     def stop(self) -> None:
         """Ends every sequence as cancelled, after the running step, and closes the runner. Blocks; idempotent."""
         with self._awake:
+            if self._is_stopping:
+                return
             self._is_stopping = True
             self._awake.notify()
         if self._thread.ident is not None:
@@ -122,10 +128,9 @@ class Engine:
         self.runner.close()
 
     def submit(self, request: EngineRequest) -> None:
-        """Queues a sequence, whose id no live one may have. Raises `PeerFault` once the engine has failed."""
-        if self._failure is not None:
-            raise self._failure
-        self._command(partial(self._book.submit, request))
+        """Queues a sequence, whose id no live one may have. Raises once the engine has failed or stopped."""
+        if not self._command(partial(self._book.submit, request)):
+            raise self._failure or _stopping()
 
     def abort(self, id: str) -> None:
         """Ends the sequence in any state; idempotent, unknown ids are ignored."""
@@ -153,10 +158,13 @@ class Engine:
 
     # --- the thread
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def _command(self, command: Callable[[], None]) -> bool:
+        """Queues a command; False if the thread will not get to it any more."""
         with self._awake:
-            self._commands.append(command)
-            self._awake.notify()
+            if not self._is_over:
+                self._commands.append(command)
+                self._awake.notify()
+            return not self._is_over
 
     def _settle(self, ids: tuple[str, ...]) -> None:
         for id in ids:
@@ -176,7 +184,7 @@ class Engine:
         except Exception as error:
             log.exception("the engine failed")
             self._failure = PeerFault(f"the engine failed: {error}")
-        self._end(self._failure or RequestCancelled("the worker is stopping"))
+        self._end(self._failure or _stopping())
 
     def _wait(self, *, only_if: bool) -> bool:
         """Sleeps until there is a command, if nothing can be done before; False once the engine shall end."""
@@ -227,7 +235,13 @@ class Engine:
 
     def _end(self, error: LinkError) -> None:
         """The last thing the thread does: every sequence still ends, in its one terminal output."""
+        with self._awake:
+            self._is_over = True
         self._obey()
         for sequence in self._book.queues:
             self._book.fail(sequence, error)
         self._report()
+
+
+def _stopping() -> RequestCancelled:
+    return RequestCancelled("the worker is stopping")

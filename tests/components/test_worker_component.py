@@ -285,9 +285,9 @@ def test_the_canary_needs_no_room(lack: str) -> None:
                 mode=mode,
             )
         )
-        engine.reserve("a")
-        await until(lambda: scene.context.metric("requests_waiting") == 1)
-        await until(lambda: scene.context.metric("requests_running") == 0)
+        await until(
+            lambda: scene.context.metric("kv_blocks_used") == 4 or scene.context.metric("requests_waiting") == 1
+        )
         engine.reserve("a")
         await asyncio.wait_for(scene.worker.alive(), WAIT_S)
         await until(lambda: scene.context.metric("kv_blocks_used") == (4 if lack == "blocks" else 2))

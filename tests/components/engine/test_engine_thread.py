@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -182,6 +183,7 @@ def test_a_failed_step_ends_its_sequences_and_the_engine_goes_on(
 def test_two_failed_steps_in_a_row_end_the_engine_loudly(
     engine: Engine, runner: Brittle, told: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.ERROR, logger="components.engine.engine")
     runner.failing = (1, 2)
     runner.gate.clear()
     engine.submit(make_request("a", 200))
@@ -207,6 +209,8 @@ def test_stopping_ends_every_sequence_as_cancelled(engine: Engine, runner: Britt
     for id in ("run", "remote"):
         assert isinstance(told.error(id), RequestCancelled)
     assert told.reports[-1].load.blocks_used == 0
+    with pytest.raises(RequestCancelled, match="stopping"):
+        engine.submit(make_request("late", 5))
 
 
 def test_a_command_is_answered_before_a_long_step_and_not_behind_it(

@@ -437,6 +437,7 @@ REQUESTS = st.lists(
         {
             "family": st.integers(0, 2),  # shared prefixes
             "length": st.integers(1, 30),
+            "told": st.integers(0, 5),  # output of an earlier attempt
             "max_tokens": st.integers(1, 12),
             "mode": st.sampled_from(["generate", "generate", "remote", "prefill"]),
             "priority": st.integers(0, 1),
@@ -471,7 +472,9 @@ def test_any_load_ends_with_right_tokens_and_all_blocks_back(
     requests = {}
     for number, draft in enumerate(drafts):
         tokens = [1_000 * draft["family"] + i for i in range(draft["length"])]
-        fields = {k: draft[k] for k in ("max_tokens", "mode", "priority", "seed")}
+        fields = {k: draft[k] for k in ("mode", "priority", "seed")}
+        num_told = min(draft["told"], len(tokens) - 1)
+        fields |= {"max_tokens": draft["max_tokens"] + num_told, "num_prompt_tokens": len(tokens) - num_told}
         requests[str(number)] = make_request(str(number), tokens, **fields)
     for now in range(2_000):
         for (id, request), draft in zip(requests.items(), drafts, strict=True):
