@@ -21,9 +21,9 @@ whoever says hello with the id of another start takes that start for dead.
 one process; its addresses are any strings.
 """
 
-from graph.link.client import Limits
 from graph.link.inprocess import InProcess
 from graph.link.links import Links
+from graph.link.wire import Limits
 from graph.link.zeromq import ZeroMQ
 
 __all__ = ["InProcess", "Limits", "Links", "ZeroMQ"]

@@ -24,9 +24,10 @@ import msgspec
 from graph.component import Peer, Stream, Subscription
 from graph.errors import LinkError
 from graph.link.calls import OpenCall
-from graph.link.client import Limits, Pool
+from graph.link.client import Pool
 from graph.link.codec import MALFORMED, NIL, decoder, encode
-from graph.link.server import Served, ServerStream
+from graph.link.streams import Served, ServerStream
+from graph.link.wire import Limits
 from graph.ports import Message, Publishes, Subscribes
 
 log = logging.getLogger(__name__)

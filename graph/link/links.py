@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 from graph.component import Client, Handler, Peer, Publisher, Subscription
 from graph.errors import DeclarationError
-from graph.link.client import Limits, Pool, PortClient
+from graph.link.client import Pool, PortClient
 from graph.link.codec import decoder
 from graph.link.events import PortPublisher, PortSubscriber
-from graph.link.server import Served, Server
-from graph.link.wire import LineDown, Listener, Traffic, Transport
+from graph.link.server import Server
+from graph.link.streams import Served
+from graph.link.wire import Limits, LineDown, Listener, Traffic, Transport
 from graph.ports import Calls, Message, Publishes, Serves, Subscribes
 
 _LINGER_S = 0.2  # what was sent just before the end may still leave

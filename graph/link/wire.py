@@ -11,10 +11,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from graph.link.codec import Batch
 
 BATCH_BYTES = 1 << 20
 """A wire message that has grown this large leaves at once instead of at the end of the turn."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one replica's links."""
+
+    backlog_bytes: int = 64 << 20  # per peer, what may wait for a transport that is full
+    event_backlog_bytes: int = 8 << 20  # per subscriber; beyond it events are dropped, and a snapshot follows
+    inbox_items: int = 16_384  # per iterated call, replies not yet consumed
+    inbox_bytes: int = 64 << 20
 
 
 class LineDown(Exception):
