@@ -96,7 +96,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """The walk of one request, told with its last tokens. Times in ms; `timeline` in ms of one host's monotonic clock."""
+    """The walk of one request, told with its last tokens. Times in ms; `timeline` in ms of one host's steady clock."""
 
     worker: str
     prefill_worker: str | None = None

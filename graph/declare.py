@@ -23,7 +23,9 @@ class NodePort(msgspec.Struct, frozen=True):
 
     def __rshift__(self, target: NodePort) -> Edge:
         if not isinstance(target, NodePort):
-            raise DeclarationError(f"{self} >> {target!r}: the right side must be a port of a node, such as router.placement")
+            raise DeclarationError(
+                f"{self} >> {target!r}: the right side must be a port of a node, such as router.placement"
+            )
         return Edge(self, target)
 
 

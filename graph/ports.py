@@ -108,7 +108,9 @@ class Sends(Port):
     def mismatch(self, target: Port) -> str | None:
         if not isinstance(target, Receives):
             return super().mismatch(target)
-        return None if target.kind == self.kind else f"the source carries {self.kind!r}, the target takes {target.kind!r}"
+        return (
+            None if target.kind == self.kind else f"the source carries {self.kind!r}, the target takes {target.kind!r}"
+        )
 
 
 class Receives(Port):
