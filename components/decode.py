@@ -36,6 +36,7 @@ from graph import (
     Component,
     Context,
     GraphView,
+    LinkError,
     NodeView,
     Publishes,
     Receives,
@@ -66,6 +67,7 @@ class DecodeWorker(Component):
     """Takes requests first, asks prefill for what is missing, pulls it, generates."""
 
     Options = DecodeOptions
+    compute = True
     requests = Serves(GenerateRequest, TokenChunk, required=True)
     prefill = Calls(PREFILL_REQUESTS, PREFILL_REPLIES, required=False)
     kv = Receives("kv-blocks")
@@ -161,11 +163,11 @@ class Requests:
             self._connect(context, exchange)
 
     def begin(self, request: GenerateRequest, stream: Stream) -> None:
-        """Takes a request; raises `Refused` if it demands a remote prefill and no back end is set."""
-        if self._peers is None and request.prefill is not None:
-            raise Refused(rules.DISABLED, code="disaggregation_disabled")
+        """Takes a request; raises `Refused` if it demands a remote prefill and no back end is set, here or there."""
         walk = _Walk(request)
         is_remote = self._peers is not None and self._peers.usable(request.prefill) is not None
+        if not is_remote and request.prefill is not None and self._is_disabled(request.prefill):
+            raise Refused(rules.DISABLED, code=rules.DISABLED_CODE)
         self._serving.generate(request, stream, mode="remote" if is_remote else "generate")
         self._walks[request.id] = walk
         if not is_remote:
@@ -264,14 +266,21 @@ class Requests:
         prompt = self._prompt(request, num_tokens, cached_tokens)
         self._puller.begin(request.id, self._prefill_request(request, cached_tokens), prompt, peer)
 
+    def _is_disabled(self, prefill: str) -> bool:
+        """Whether KV transfer is switched off on this worker, or on that prefill worker."""
+        if self._peers is None:
+            return True
+        refusal = self._peers.refusal(prefill)
+        return isinstance(refusal, LinkError) and refusal.code == rules.DISABLED_CODE
+
     def _note_local(self, walk: _Walk) -> None:
         """Books why a prompt is prefilled here."""
         word, reason = "short_prompt", f"at most {self._options.max_local_prefill_length} uncached tokens"
         if self._peers is None:
             word, reason = "disabled", "no transfer backend is set"
         elif self._peers.usable(walk.request.prefill) is None:
-            refusal = self._peers.refusal()
-            word, reason = ("refused", refusal) if refusal else ("no_prefill_worker", "no prefill worker is alive")
+            refusal = self._peers.refusal(walk.request.prefill)
+            word, reason = ("refused", str(refusal)) if refusal else ("no_prefill_worker", "no prefill worker is alive")
         walk.reason = reason
         self._metrics.local(word)
 

@@ -68,6 +68,7 @@ class PrefillWorker(Component):
     """Computes prompts in chunks and pins their blocks until decode has pulled them."""
 
     Options = DisaggOptions
+    compute = True
     requests = Serves(PREFILL_REQUESTS, PREFILL_REPLIES, required=True)
     kv = Sends("kv-blocks", required=True)
     events = Publishes(WorkerEvents, WorkerSnapshot)
@@ -134,7 +135,7 @@ class PrefillWorker(Component):
     def _handle(self, request: Any, stream: Stream) -> None:
         assert self._prompts is not None
         if self._exchange is None:
-            raise Refused(rules.DISABLED, code="disaggregation_disabled")
+            raise Refused(rules.DISABLED, code=rules.DISABLED_CODE)
         match request:
             case PrefillRequest():
                 self._prompts.begin(request, stream)

@@ -18,6 +18,7 @@ class Worker(Component):
     """One engine that does both phases."""
 
     Options = WorkerOptions
+    compute = True
     requests = Serves(GenerateRequest, TokenChunk, required=True)
     events = Publishes(WorkerEvents, WorkerSnapshot)
 
