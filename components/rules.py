@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from components.messages import GenerateRequest, PrefillRequest
 from graph import GraphView, Message, NodeView, Serves
@@ -10,6 +11,9 @@ from graph.declare import ports_of
 
 DISABLED = "Disaggregated serving is not enabled, please check the configuration"
 """How a disaggregated request ends on a worker without a transfer backend."""
+
+DISABLED_CODE = "disaggregation_disabled"
+"""The code of that refusal."""
 
 
 def resolve_hash_unit(node: NodeView, graph: GraphView) -> Mapping[str, object]:
@@ -39,12 +43,30 @@ def pull_faults(decode: NodeView, graph: GraphView) -> Iterable[str]:
                 f"node '{decode.name}' asks '{prefill.name}' for prompts but gets no KV blocks from it; "
                 f"link {prefill.name}.kv >> {decode.name}.kv"
             )
+        yield from _backend_faults(decode, prefill)
         ours, theirs = decode.options.get("block_size"), prefill.options.get("block_size")
         if ours and theirs and max(ours, theirs) % min(ours, theirs):
             yield (
                 f"block sizes of '{prefill.name}' ({theirs}) and '{decode.name}' ({ours}) do not divide each other; "
                 f"set {prefill.name}.block_size or {decode.name}.block_size to a multiple of the other"
             )
+
+
+def _backend_faults(decode: NodeView, prefill: NodeView) -> Iterable[str]:
+    for option in ("cache_transceiver_config.backend", "nixl_backend"):
+        ours, theirs = _option(decode, option), _option(prefill, option)
+        if ours and theirs and ours != theirs:
+            yield (
+                f"transfer back ends of '{prefill.name}' ({theirs}) and '{decode.name}' ({ours}) differ; "
+                f"set {prefill.name}.{option} and {decode.name}.{option} to the same"
+            )
+
+
+def _option(node: NodeView, path: str) -> Any:
+    value: Any = node.options
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def transceiver_warnings(node: NodeView) -> Iterable[str]:

@@ -215,7 +215,9 @@ def _make_agent(api: Any, name: str, transport: str, errors: tuple[type[Exceptio
     try:
         agent = api.nixl_agent(name, config)
     except errors + (RuntimeError,) as error:  # noqa: RUF005 - mypy cannot see through a starred tuple
-        raise TransferError(f"NIXL cannot start its transport {transport!r} (option nixl_backend): {error}") from error
+        raise TransferError(
+            f"NIXL cannot start its transport {transport!r} (option nixl_backend; is NIXL_PLUGIN_DIR right?): {error}"
+        ) from error
     if transport not in agent.backends:
         known = ", ".join(agent.plugin_list) or "none; is NIXL_PLUGIN_DIR right?"
         raise TransferError(f"option nixl_backend: NIXL has no transport {transport!r}; it has {known}")

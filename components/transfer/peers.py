@@ -70,7 +70,7 @@ class PrefillPeers:
         self._on_lost = on_lost
         self._linked: dict[str, LinkedPrefill] = {}
         self._boots: dict[str, str] = {}
-        self._refusals: dict[str, str] = {}
+        self._refusals: dict[str, GraphError] = {}
 
     def follow(self) -> None:
         """Starts to follow the client's peers."""
@@ -82,8 +82,10 @@ class PrefillPeers:
             return self._linked[preferred]
         return next(iter(self._linked.values()), None)
 
-    def refusal(self) -> str | None:
-        """Why a prefill worker that is there cannot be used, if so."""
+    def refusal(self, preferred: str | None) -> GraphError | None:
+        """Why the preferred prefill worker, else any that is there, cannot be used, if so."""
+        if preferred is not None and preferred in self._refusals:
+            return self._refusals[preferred]
         return next(iter(self._refusals.values()), None)
 
     def _changed(self, peers: Mapping[str, Peer]) -> None:
@@ -139,5 +141,5 @@ class PrefillPeers:
 
     def _refuse(self, peer: Peer, error: GraphError) -> None:
         if self._boots.get(peer.id) == peer.boot:
-            self._refusals[peer.id] = str(error)
+            self._refusals[peer.id] = error
         logger.error("prefill worker %s cannot be used: %s", peer.id, error)

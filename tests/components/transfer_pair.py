@@ -144,11 +144,12 @@ class Pair:
         self.client = self.caller.client(Processor.tokens, {"decode": "requests"})
         self.appear("decode/0")
 
-    async def start_prefill(self, boot="1"):
+    async def start_prefill(self, boot="1", *, is_usable=True):
         self.prefill_context = self.context("prefill/0", {}, boot)
         await self.prefill.start(self.prefill_context)
         self.appear("prefill/0", boot)
-        await until(lambda: self.decode._requests._peers is None or self.decode._requests._peers.usable(None))
+        peers = self.decode._requests._peers
+        await until(lambda: peers is None or peers.usable(None) or not is_usable)
 
     def context(self, id, targets, boot="1"):
         links = Links(id, boot, transport=self.shared, listen=f"{id}-{boot}")
