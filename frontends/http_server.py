@@ -28,6 +28,7 @@ ABORT = "headrace.abort"
 MAX_HEAD_BYTES = 32 * 1024
 HEAD_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75
+UNREAD_TIMEOUT_MS = 60_000
 
 
 class _Protocol(HttpToolsProtocol):
@@ -137,6 +138,8 @@ class HttpServer:
     async def start(self) -> None:
         """Starts accepting."""
         self._config.load()
+        # What a client leaves unread for so long is dropped by the kernel, a closing connection's last reply too.
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_TIMEOUT_MS)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._make_protocol, sock=self._listener, backlog=2048)
 

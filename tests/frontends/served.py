@@ -6,15 +6,18 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any
 
 import msgspec
 from fake_worker import FakeWorker
 from frontend_fakes import FakeCall, FakeClient, FakeContext
 
+from components.model_cache import resolve_model
 from components.options import DEFAULT_MODEL
 from frontends.messages import HttpBody, HttpHead, HttpRequest
 from frontends.processor import Processor, ProcessorOptions
+from frontends.text.model import TextModel
 from graph import LinkError
 
 COUNT15 = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,"
@@ -128,6 +131,23 @@ class Served:
         return await self.ask("/v1/chat/completions", {"messages": messages, "temperature": 0, **fields})
 
 
+@cache
+def shared_model(name: str, max_model_len: int | None) -> TextModel:
+    """The default model, read once for all tests."""
+    return TextModel.load(resolve_model(DEFAULT_MODEL), name, max_model_len=max_model_len)
+
+
+class QuickProcessor(Processor):
+    """A processor that need not read its model anew."""
+
+    def _load(self) -> TextModel:
+        return shared_model(self.options.served_model_name or DEFAULT_MODEL, self.options.max_model_len)
+
+    async def stop(self) -> None:
+        self._model = None
+        await super().stop()
+
+
 def serve(
     test: Callable[[Served], Awaitable[None]],
     *workers: FakeWorker,
@@ -143,7 +163,7 @@ def serve(
         if router is not None:
             placement.serve("router/0", router)
         context = FakeContext(tokens=tokens, placement=placement)
-        processor = Processor(ProcessorOptions(**options))
+        processor = QuickProcessor(ProcessorOptions(**options))
         await processor.start(context)
         try:
             await test(Served(processor, context, tokens, placement))

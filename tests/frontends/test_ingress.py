@@ -303,6 +303,26 @@ def test_slow_reader_is_cut_and_others_go_on() -> None:
     serve(test)
 
 
+def test_stalled_reader_is_cut_when_nothing_more_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frontends.http_exchange.WRITE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("frontends.http_exchange.MAX_BACKLOG_BYTES", 2**30)
+
+    async def test(served: Served) -> None:
+        def flood(request: Any, stream: Any) -> None:
+            stream.send(SSE_HEAD)
+            for i in range(2):
+                asyncio.get_running_loop().call_later(0.05 * i, stream.send, HttpBody(b"x" * 2**24))
+            asyncio.get_running_loop().call_later(0.2, stream.send, HttpBody(b"x"))
+
+        served.processors.serve("processor/0", flood)
+        client = await connect(served, b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n")
+        await until(lambda: len(served.processors.calls) == 1)
+        await until(lambda: not served.processors.calls)
+        client.close()
+
+    serve(test)
+
+
 def test_pieces_of_one_turn_leave_as_one_write() -> None:
     async def test(served: Served) -> None:
         def burst(request: Any, stream: Any) -> None:
