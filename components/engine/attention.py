@@ -1,0 +1,260 @@
+"""Paged attention: the seam between the model and the KV pool, and its torch back end.
+
+    attention = SdpaAttention(pool)      one per runner
+    step = attention.plan(batch)         once per step: indices and masks, for all layers
+    step.write(layer, keys, values)      in every layer: the new tokens' KV into their slots
+    step.attend(layer, queries, ...)     in every layer: over each sequence's blocks
+
+Sequences with one new token are gathered in a few padded groups of similar length and computed
+together; longer chunks are computed one by one. Heads are grouped: the query heads of one KV head
+share its gathered keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from components.engine.runner import Batch, KVRegion
+from components.kv.layout import block_bytes, block_shape
+from components.messages import KVLayout
+
+_Indices = npt.NDArray[np.int64]
+_GROUP_OVERHEAD_BLOCKS = 48  # a further group costs about as much as gathering this many blocks
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """How a layer attends: the factor on the scores, and what some models add."""
+
+    scaling: float
+    sliding_window: int | None = None  # keys a query sees, its own included
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # (query_heads,): a logit that takes part in the softmax and has no value
+
+
+class PagedStep(Protocol):
+    """One step's attention; every layer calls `write`, then `attend`."""
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts the new tokens' keys and values, (tokens, kv_heads, head_dim), into their slots."""
+
+    def attend(self, layer: int, queries: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Attends with `queries`, (tokens, query_heads, head_dim), over what is written; returns the same shape."""
+
+
+class Attention(Protocol):
+    """A back end: plans steps over one pool."""
+
+    def plan(self, batch: Batch) -> PagedStep:
+        """Everything about the step that the layers share."""
+
+
+class KVPool:
+    """A rank's KV blocks: one allocation, [block][kv_head][layer][K, V][token][head_dim].
+
+    Host memory comes zeroed from the system page by page as it is first written, so a large pool
+    costs nothing at start.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.blocks = torch.zeros((num_blocks, *block_shape(layout)), dtype=getattr(torch, layout.dtype), device=device)
+
+    @property
+    def region(self) -> KVRegion:
+        """Where the blocks lie."""
+        device = self.blocks.device
+        memory = "DRAM" if device.type == "cpu" else "VRAM"
+        return KVRegion(self.blocks.data_ptr(), self.num_blocks, block_bytes(self.layout), memory, device.index or 0)
+
+
+def decode_groups(num_blocks: Sequence[int], overhead: int = _GROUP_OVERHEAD_BLOCKS) -> list[list[int]]:
+    """Splits sequences into groups that are padded to their longest member.
+
+    Sorted by length, a group is closed as soon as padding the next sequence costs more blocks than
+    `overhead`, which stands for the fixed cost of another group. Returns lists of positions.
+    """
+    order = sorted(range(len(num_blocks)), key=lambda i: -num_blocks[i])
+    groups: list[list[int]] = []
+    padding = 0
+    for i in order:
+        waste = num_blocks[groups[-1][0]] - num_blocks[i] if groups else 0
+        if not groups or padding + waste > overhead:
+            groups.append([])
+            padding = waste = 0
+        groups[-1].append(i)
+        padding += waste
+    return groups
+
+
+class SdpaAttention:
+    """The torch back end, for the CPU and any device."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+
+    def plan(self, batch: Batch) -> _SdpaStep:
+        """Computes slots, gather indices and masks of the step."""
+        lengths = np.diff(batch.cu_seqlens_q)
+        decoding = [i for i in range(batch.num_sequences) if lengths[i] == 1]
+        sizes = [len(batch.block_tables[i]) for i in decoding]
+        groups = [[decoding[i] for i in group] for group in decode_groups(sizes)]
+        chunks = [i for i in range(batch.num_sequences) if lengths[i] > 1]
+        parts = [_gather_decodes(batch, group, self._pool) for group in groups]
+        parts += [_gather_chunk(batch, i, self._pool) for i in chunks]
+        return _SdpaStep(self._pool, _write_rows(batch.slot_mapping, self._pool), parts)
+
+
+class _Part:
+    """Sequences attended together: S of them with Q new tokens each, padded to N keys."""
+
+    def __init__(
+        self, pool: KVPool, tokens: _Indices, tables: _Indices, seq_lens: _Indices, positions: _Indices
+    ) -> None:
+        """`tokens` and `positions` (S, Q): rows of the batch; `tables` (S, blocks); `seq_lens` (S,)."""
+        device = pool.blocks.device
+        layout = pool.layout
+        heads = layout.head_stop - layout.head_start
+        self.num_sequences, self.num_queries = tokens.shape
+        self.num_keys = tables.shape[1] * layout.block_size
+        self.tokens = torch.from_numpy(tokens.reshape(-1)).to(device)
+        # Rows of block_size * head_dim elements, all keys first: (K and V, sequence, head, block) of layer 0
+        rows = (tables[:, None, :] * heads + np.arange(heads)[:, None]) * layout.num_layers * 2
+        self.rows = torch.from_numpy(np.stack((rows, rows + 1)).reshape(-1)).to(device)
+        self.stale = torch.from_numpy(_stale_rows(seq_lens, self.num_keys, heads)).to(device)
+        self._positions = torch.from_numpy(positions).to(device)
+        self._seq_lens = seq_lens
+        self._masks: dict[int | None, torch.Tensor] = {}
+
+    def mask(self, sliding_window: int | None) -> torch.Tensor:
+        """Which keys each query sees: bools, (S, 1, Q, N)."""
+        if sliding_window not in self._masks:
+            self._masks[sliding_window] = self._make_mask(sliding_window)
+        return self._masks[sliding_window]
+
+    def _make_mask(self, sliding_window: int | None) -> torch.Tensor:
+        keys = torch.arange(self.num_keys, device=self._positions.device)
+        queries = self._positions[:, None, :, None]
+        seen = keys <= queries
+        return seen if sliding_window is None else seen & (keys > queries - sliding_window)
+
+
+def _gather_decodes(batch: Batch, sequences: list[int], pool: KVPool) -> _Part:
+    longest = max(len(batch.block_tables[i]) for i in sequences)
+    tables = np.empty((len(sequences), longest), np.int64)
+    for row, i in enumerate(sequences):
+        table = batch.block_tables[i]
+        tables[row, : len(table)] = table
+        tables[row, len(table) :] = table[0]
+    tokens = batch.cu_seqlens_q[sequences].astype(np.int64)[:, None]
+    lengths = batch.seq_lens[sequences].astype(np.int64)
+    return _Part(pool, tokens, tables, lengths, lengths[:, None] - 1)
+
+
+def _gather_chunk(batch: Batch, i: int, pool: KVPool) -> _Part:
+    start, stop = (int(t) for t in batch.cu_seqlens_q[i : i + 2])
+    tokens = np.arange(start, stop, dtype=np.int64)[None]
+    length = batch.seq_lens[i : i + 1].astype(np.int64)
+    positions = np.arange(length[0] - (stop - start), length[0], dtype=np.int64)[None]
+    return _Part(pool, tokens, batch.block_tables[i].astype(np.int64)[None], length, positions)
+
+
+def _stale_rows(seq_lens: _Indices, num_keys: int, heads: int) -> _Indices:
+    """Rows of gathered keys and values, (2, S, heads, keys), that hold nothing of the sequence.
+
+    They are masked, but what an earlier owner left there may be infinite, and 0 * inf is not 0.
+    """
+    stale = np.arange(num_keys) >= seq_lens[:, None]
+    grid = np.broadcast_to(stale[None, :, None, :], (2, len(seq_lens), heads, num_keys))
+    return np.flatnonzero(grid)
+
+
+def _write_rows(slots: _Indices, pool: KVPool) -> torch.Tensor:
+    """Rows of head_dim elements of layer 0 for each new token: (tokens * K and V * heads,)."""
+    layout = pool.layout
+    heads = layout.head_stop - layout.head_start
+    block, offset = np.divmod(slots, layout.block_size)
+    head = (block[:, None] * heads + np.arange(heads)) * layout.num_layers * 2  # (tokens, heads)
+    sides = head[:, None, :] + np.arange(2)[:, None]  # (tokens, K and V, heads)
+    rows = sides * layout.block_size + offset[:, None, None]
+    return torch.from_numpy(rows.reshape(-1)).to(pool.blocks.device)
+
+
+class _SdpaStep:
+    def __init__(self, pool: KVPool, write_rows: torch.Tensor, parts: list[_Part]) -> None:
+        layout = pool.layout
+        self._heads = layout.head_stop - layout.head_start
+        self._head_dim = layout.head_dim
+        self._write_stride = 2 * layout.block_size
+        self._write_rows = write_rows
+        self._parts = parts
+        self._slots = pool.blocks.view(-1, layout.head_dim)
+        self._rows = pool.blocks.view(-1, layout.block_size * layout.head_dim)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        kv = torch.stack((keys, values), 1).to(self._slots.dtype)  # (tokens, K and V, heads, head_dim)
+        self._slots.index_copy_(0, self._write_rows + layer * self._write_stride, kv.view(-1, self._head_dim))
+
+    def attend(self, layer: int, queries: torch.Tensor, shape: Shape) -> torch.Tensor:
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for part in self._parts:
+            keys, values = self._gather(layer, part, queries.dtype)
+            taken = queries.index_select(0, part.tokens)
+            # (sequences, queries, kv_heads, group, head_dim) -> (sequences, kv_heads, group, queries, head_dim)
+            grouped = taken.view(part.num_sequences, part.num_queries, self._heads, -1, self._head_dim)
+            result = _attend(grouped.permute(0, 2, 3, 1, 4), keys, values, part.mask(shape.sliding_window), shape)
+            out.index_copy_(0, part.tokens, result.permute(0, 3, 1, 2, 4).reshape(taken.shape))
+        return out
+
+    def _gather(self, layer: int, part: _Part, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a part, each (sequences, kv_heads, keys, head_dim), stale rows zeroed."""
+        gathered = self._rows.index_select(0, part.rows + 2 * layer).to(dtype)
+        gathered.view(-1, self._head_dim).index_fill_(0, part.stale, 0)
+        keys, values = gathered.view(2, part.num_sequences, self._heads, part.num_keys, self._head_dim)
+        return keys, values
+
+
+def _attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, shape: Shape
+) -> torch.Tensor:
+    """Queries (S, H, G, Q, D) over keys and values (S, H, N, D); mask (S, 1, Q, N)."""
+    s, h, g, q, d = queries.shape
+    if q == 1 or shape.softcap is not None or shape.sinks is not None:
+        return _attend_plainly(queries.reshape(s, h, g * q, d), keys, values, mask, shape).view(s, h, g, q, d)
+    # One KV head per batch entry, its query heads as the heads: expanding is free, repeating is not.
+    spread = (s * h, g, keys.shape[2], d)
+    mask = mask.expand(s, h, q, -1).reshape(s * h, 1, q, -1)
+    out = F.scaled_dot_product_attention(
+        queries.reshape(s * h, g, q, d),
+        keys.reshape(s * h, 1, -1, d).expand(spread),
+        values.reshape(s * h, 1, -1, d).expand(spread),
+        attn_mask=mask,
+        scale=shape.scaling,
+    )
+    return out.view(s, h, g, q, d)
+
+
+def _attend_plainly(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, shape: Shape
+) -> torch.Tensor:
+    """Queries (S, H, G * Q, D); scores are made, so that they can be capped and joined by sinks."""
+    s, h, gq, _ = queries.shape
+    q = mask.shape[2]
+    scores = torch.matmul(queries, keys.transpose(2, 3)).mul_(shape.scaling)
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores.view(s, h, gq // q, q, -1).masked_fill_(~mask.unsqueeze(2), float("-inf"))
+    if shape.sinks is None:
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    else:
+        sinks = shape.sinks.to(scores.dtype).view(1, h, gq // q, 1, 1).expand(s, h, gq // q, q, 1)
+        joined = torch.cat((scores, sinks.reshape(s, h, gq, 1)), dim=-1)
+        weights = torch.softmax(joined, dim=-1, dtype=torch.float32)[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values)

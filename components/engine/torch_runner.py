@@ -1,0 +1,155 @@
+"""The torch runner: a transformers model over paged KV blocks, one flattened forward a step.
+
+The tokens of all sequences go through the model as one row without padding, mask or cache object;
+attention, registered with transformers under our own name, finds the step's plan among the keyword
+arguments that the model hands down to it. Logits are computed for the sampled rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from components.engine.attention import KVPool, PagedStep, SdpaAttention, Shape
+from components.engine.loading import ATTENTION, fingerprint, kv_layout, load_config, load_model, resolve_dtype
+from components.engine.runner import Batch, KVRegion, Sampled
+from components.engine.sampling import sample
+from components.kv.layout import block_bytes
+from components.messages import KVLayout
+from components.model_cache import resolve_model
+from components.options import WorkerOptions
+from graph import LaunchError
+
+_MIB = 1 << 20
+_CPU_POOL_BYTES = 2 << 30
+_CPU_POOL_SHARE = 0.25  # of the memory that is free at start
+
+
+class TorchRunner:
+    """Executes steps of one model on one device. Made and used on the engine's thread."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        *,
+        num_threads: int | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Loads the model and makes the pool. Raises `LaunchError` with what to change."""
+        report = on_progress or (lambda _: None)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        _register_attention()
+        device = _resolve_device(options.device)
+        report(f"resolving {options.model}")
+        folder = resolve_model(options.model)
+        config = load_config(folder)
+        dtype = resolve_dtype(options.dtype, config)
+        report(f"loading {options.model}")
+        self._model = load_model(folder, config, dtype, device, options.load_format)
+        self.vocab_size: int = config.vocab_size
+        self.max_model_len = _max_model_len(options, config.max_position_embeddings)
+        self.layout: KVLayout = kv_layout(config, fingerprint(folder, options.load_format), dtype, options.block_size)
+        self.num_blocks = _num_blocks(options, self.layout, device)
+        self._pool = KVPool(self.layout, self.num_blocks, device)
+        self._attention = SdpaAttention(self._pool)
+        self._device = device
+
+    @property
+    def region(self) -> KVRegion:
+        """Where the blocks lie."""
+        return self._pool.region
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> Sampled:
+        """Runs one step; returns when the tokens are chosen and all KV of the step is written."""
+        step = self._attention.plan(batch)
+        inputs = {
+            "input_ids": self._row(batch.input_ids),
+            "position_ids": self._row(batch.positions),
+            "use_cache": False,
+            "paged_step": step,
+        }
+        if not batch.samples:
+            self._model.base_model(**inputs)
+            return Sampled(np.empty(0, np.int32), ())
+        last = batch.cu_seqlens_q[[row.row + 1 for row in batch.samples]] - 1
+        kept = torch.from_numpy(last.astype(np.int64)).to(self._device)
+        logits = self._model(**inputs, logits_to_keep=kept).logits[0]
+        return sample(logits, batch.samples)
+
+    def close(self) -> None:
+        """Frees the model and the pool."""
+        del self._model, self._attention, self._pool
+
+    def _row(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device)[None]
+
+
+def _register_attention() -> None:
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_step: PagedStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention interface: query, key and value are (1, heads, tokens, head_dim)."""
+    shape = Shape(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    paged_step.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return paged_step.attend(layer, query[0].transpose(0, 1), shape)[None], None
+
+
+def _resolve_device(option: str) -> torch.device:
+    if option == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(option)
+    except RuntimeError as error:
+        raise LaunchError(f"device {option!r} is unknown; it must be auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LaunchError("device 'cuda' is asked for and torch finds none; use --set NODE.device=cpu")
+    return device
+
+
+def _max_model_len(options: WorkerOptions, of_model: int) -> int:
+    if options.max_model_len is None:
+        return of_model
+    if options.max_model_len > of_model:
+        raise LaunchError(f"max_model_len is {options.max_model_len} and the model takes at most {of_model}")
+    return options.max_model_len
+
+
+def _num_blocks(options: WorkerOptions, layout: KVLayout, device: torch.device) -> int:
+    """Blocks in the pool: as set, else what fits into the memory set, else a share of what is free."""
+    if options.num_blocks is not None:
+        num_blocks = options.num_blocks
+    elif options.kv_memory_mb is not None:
+        num_blocks = options.kv_memory_mb * _MIB // block_bytes(layout)
+    elif device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        num_blocks = int(free * options.gpu_memory_utilization) // block_bytes(layout)
+    else:
+        num_bytes = min(_CPU_POOL_BYTES, psutil.virtual_memory().available * _CPU_POOL_SHARE)
+        num_blocks = int(num_bytes) // block_bytes(layout)
+    if num_blocks < 1:
+        raise LaunchError(f"the KV pool has no room for one block of {block_bytes(layout)} bytes; raise kv_memory_mb")
+    return num_blocks
