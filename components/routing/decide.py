@@ -20,7 +20,7 @@ def decide(
     again; its next life has another boot. A decode worker gets a prefill worker beside it, and
     computes the prompt itself where there is none.
     """
-    able = [worker for worker in workers if not {worker.id, worker.boot} & set(exclude)]
+    able = [worker for worker in workers if worker.id not in exclude and worker.boot not in exclude]
     generating = [worker for worker in able if worker.role in GENERATING]
     if not generating:
         return None

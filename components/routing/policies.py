@@ -42,8 +42,9 @@ def round_robin(workers: Sequence[WorkerView], question: Question) -> Choice:
 
 def least_busy(workers: Sequence[WorkerView], question: Question) -> Choice:
     """The one with the least to do; among equals, any."""
-    least = min(map(_busy, workers))
-    idle = [worker for worker in workers if _busy(worker) == least]
+    busy = [_busy(worker) for worker in workers]
+    least = min(busy)
+    idle = [worker for worker, amount in zip(workers, busy, strict=True) if amount == least]
     chosen = idle[int(question.luck * len(idle))]
     return Choice(chosen, _spell(chosen))
 

@@ -55,6 +55,7 @@ class Workers:
     def learn(self, id: str, boot: str, role: Role, load: Load) -> None:
         """A snapshot came: it replaces what was known."""
         self._known[id] = WorkerView(id, boot, role, load)
+        self._known = dict(sorted(self._known.items()))
 
     def report(self, id: str, load: Load) -> None:
         """A worker told its load; one that is not known yet will send a snapshot."""
@@ -91,9 +92,10 @@ class Workers:
             old = self._fresh.popleft()
             for boot in old.boots:
                 _take(self._pending, boot, old.num_tokens)
+        live, pending = self._num_live, self._pending
         return [
-            msgspec.structs.replace(view, placed=self._num_live[view.boot], pending_tokens=self._pending[view.boot])
-            for _, view in sorted(self._known.items())
+            WorkerView(known.id, known.boot, known.role, known.load, live[known.boot], pending[known.boot])
+            for known in self._known.values()
         ]
 
 
