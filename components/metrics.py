@@ -9,10 +9,10 @@ from components.engine.outputs import StepReport, StepStats
 _STEP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _COUNTERS = {
-    "preemptions": "sequences preempted for want of blocks",
-    "prompt_tokens": "prompt tokens of all requests",
-    "cached_tokens": "prompt tokens found in the prefix cache",
-    "generated_tokens": "tokens generated",
+    "preemptions": ("preemptions", "sequences preempted for want of blocks"),
+    "prompt_tokens": ("engine_prompt_tokens", "prompt tokens of all sequences, canaries too"),
+    "cached_tokens": ("engine_cached_tokens", "prompt tokens found in the prefix cache"),
+    "generated_tokens": ("engine_generated_tokens", "tokens generated"),
 }
 
 
@@ -23,14 +23,17 @@ class EngineMetrics:
         def gauge(name: str, help: str) -> Gauge:
             return Gauge(f"headrace_{name}", help, registry=registry)
 
+        def counter(name: str, help: str) -> Counter:
+            return Counter(f"headrace_{name}", help, registry=registry)
+
         self._running = gauge("requests_running", "sequences in the batch")
         self._waiting = gauge("requests_waiting", "sequences that wait, for room or for a transfer")
         self._used = gauge("kv_blocks_used", "KV blocks held by live sequences")
         self._total = gauge("kv_blocks_total", "KV blocks in the pool")
         self._cached = gauge("kv_blocks_cached", "KV blocks in the prefix cache, held or idle")
         self._quarantined = gauge("kv_blocks_quarantined", "KV blocks a transfer may still write into")
-        self._computed = Counter("headrace_computed_tokens", "tokens computed, recomputed ones too", registry=registry)
-        self._counters = {n: Counter(f"headrace_{n}", help, registry=registry) for n, help in _COUNTERS.items()}
+        self._computed = counter("engine_computed_tokens", "tokens computed, recomputed ones too")
+        self._counters = {field: counter(*what) for field, what in _COUNTERS.items()}
         self._step_s = Histogram(
             "headrace_step_seconds", "time of an engine step", registry=registry, buckets=_STEP_BUCKETS_S
         )
@@ -53,6 +56,6 @@ class EngineMetrics:
         self._computed.inc(stats.num_tokens)
         self._step_s.observe(stats.duration_s)
         self._batch_size.observe(stats.num_sequences)
-        for name, counter in self._counters.items():
-            counter.inc(getattr(stats, name) - (getattr(self._last, name) if self._last else 0))
+        for field, counter in self._counters.items():
+            counter.inc(getattr(stats, field) - (getattr(self._last, field) if self._last else 0))
         self._last = stats

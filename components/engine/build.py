@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from components.engine.engine import Engine, EngineConfig, StepReport
@@ -9,6 +10,8 @@ from components.engine.fake import FakeRunner
 from components.engine.runner import Runner
 from components.options import WorkerOptions
 from graph import Context
+
+log = logging.getLogger(__name__)
 
 FAKE_NUM_BLOCKS = 4_096
 FAKE_MAX_MODEL_LEN = 8_192
@@ -22,9 +25,13 @@ def build_engine(options: WorkerOptions, context: Context, on_report: Callable[[
     batched_tokens = options.max_num_batched_tokens
     if batched_tokens is None:
         batched_tokens = _GPU_BATCHED_TOKENS if runner.region.memory == "VRAM" else _CPU_BATCHED_TOKENS
+    # Decodes leave at least half of a step to prompts, so that these get on however many sequences run.
+    max_num_seqs = min(options.max_num_seqs, max(1, batched_tokens // 2))
+    if max_num_seqs < options.max_num_seqs:
+        log.info("steps of %d tokens hold %d of max_num_seqs=%d", batched_tokens, max_num_seqs, options.max_num_seqs)
     config = EngineConfig(
         hash_unit=options.hash_unit or options.block_size,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched_tokens,
         max_waiting=options.max_waiting,
         enable_prefix_caching=options.enable_prefix_caching,

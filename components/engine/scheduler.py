@@ -168,11 +168,13 @@ class _Draft:
     def _cached(self, sequence: Sequence) -> tuple[list[int], bool]:
         """The cached blocks of its prefix, and whether the next one is just being computed by another."""
         keys = sequence.prefix_keys()
+        if keys and self._is_claimed(keys[-1]):  # the common case of a burst of equal prompts, at once
+            return [], True
         cached = self._pool.lookup(keys)
-        if len(cached) == len(keys):
-            return cached, False
-        key = keys[len(cached)]
-        return cached, key in self._queues.computing or key in self._claimed
+        return cached, len(cached) < len(keys) and self._is_claimed(keys[len(cached)])
+
+    def _is_claimed(self, key: bytes) -> bool:
+        return key in self._queues.computing or key in self._claimed
 
     def _admit(self, sequence: Sequence, phase: Phase, cached: list[int], *, num_blocks: int) -> None:
         self._free -= self._num_newly_pinned(cached)

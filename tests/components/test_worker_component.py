@@ -327,11 +327,13 @@ def test_an_engine_that_gave_up_fails_its_streams_and_the_replica(caplog: pytest
 
 def test_metrics_count_what_happened() -> None:
     async def act(scene: Scene) -> None:
-        before = {n: scene.context.metric(f"{n}_tokens_total") for n in ("prompt", "cached", "computed", "generated")}
+        before = {
+            n: scene.context.metric(f"engine_{n}_tokens_total") for n in ("prompt", "cached", "computed", "generated")
+        }
         await scene.chunks("a", 40)
         await scene.chunks("b", 40)
         await until(lambda: scene.context.metric("kv_blocks_used") == 0)
-        after = {n: scene.context.metric(f"{n}_tokens_total") - before[n] for n in before}
+        after = {n: scene.context.metric(f"engine_{n}_tokens_total") - before[n] for n in before}
         assert after == {"prompt": 80, "cached": 32, "computed": 40 + 4 + 8 + 4, "generated": 10}
         assert scene.context.metric("kv_blocks_total") == 64
         assert scene.context.metric("kv_blocks_cached") == 2
