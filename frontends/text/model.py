@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, processors
 
 from frontends.text.bound import TokenBound
@@ -21,6 +22,9 @@ _INLINE_CHARS = 512
 
 _SHORT_CHARS = 32_768
 """Longer texts queue in a lane of their own, so that a short prompt never waits behind a long one."""
+
+_GROUP_CHARS = 262_144
+"""Texts of a batch that are encoded at once."""
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -109,8 +113,11 @@ class TextModel:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The ids of each text. Unlike the tokenizer's `encode`, this leaves the interpreter lock to others."""
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        ids: list[list[int]] = []
+        for group in _groups(texts):
+            encodings = self.tokenizer.encode_batch_fast(group, add_special_tokens=add_special_tokens)
+            ids += [encoding.ids for encoding in encodings]
+        return ids
 
     async def encode_async(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
         """As `encode`, without holding up the event loop; refuses what cannot fit before it is encoded."""
@@ -164,6 +171,20 @@ class TextModel:
     def token_bytes(self, id: int) -> bytes:
         """The bytes one token stands for inside a text."""
         return self.vocabulary.bytes_of(id)
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in groups of limited size: an encoding holds a hundred times the memory of its ids."""
+    group: list[str] = []
+    num_chars = 0
+    for text in texts:
+        if group and num_chars + len(text) > _GROUP_CHARS:
+            yield group
+            group, num_chars = [], 0
+        group.append(text)
+        num_chars += len(text)
+    if group:
+        yield group
 
 
 def _read(path: Path) -> bytes | None:
@@ -226,7 +247,10 @@ def _template(folder: Path, settings: Mapping[str, Any], names: Mapping[str, str
     found = settings.get("chat_template") if data is None else data.decode()
     if isinstance(found, list):
         found = next((entry["template"] for entry in found if entry["name"] == "default"), None)
-    return ChatTemplate(found, names) if found else None
+    try:
+        return ChatTemplate(found, names) if found else None
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template of {folder} does not compile: {error}") from error
 
 
 def _length(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any], limit: int | None) -> int:

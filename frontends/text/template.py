@@ -8,7 +8,9 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from frontends.text.errors import ApiError
@@ -32,7 +34,8 @@ class ChatTemplate:
     """One compiled template. `names` are what it may use besides the messages, `bos_token` and the like."""
 
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        extensions = [loopcontrols, _GenerationTag]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
@@ -72,6 +75,16 @@ class ChatTemplate:
             message = f"the chat template cannot render these messages: {error}"
             raise ApiError(400, message, param="messages") from error
         return _cut(text) if continue_final_message else text
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's words for training; in serving only its content counts."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by the base class)
+
+    def parse(self, parser: Parser) -> nodes.Scope:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _plain(message: Mapping[str, Any], knows_developer: bool) -> dict[str, Any]:

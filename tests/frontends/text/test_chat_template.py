@@ -29,6 +29,11 @@ def test_loops_can_be_left_and_the_date_told() -> None:
     assert len(text) == 6
 
 
+def test_the_training_mark_shows_its_content() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}!"
+    assert render(source) == "hi!"
+
+
 def test_json_is_not_escaped_for_html() -> None:
     tools = [{"name": "<ü>", "a": 1}]
     assert render("{{ tools | tojson }}", tools=tools) == '[{"name": "<ü>", "a": 1}]'

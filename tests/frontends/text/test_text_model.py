@@ -63,6 +63,9 @@ def test_a_lower_limit_counts_and_a_higher_one_does_not(sentencepiece: TextModel
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match="max_model_len"):
         TextModel.load(tmp_path, "small")
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ValueError, match="does not compile"):
+        TextModel.load(tmp_path, "small", max_model_len=64)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         TextModel.load(tmp_path, "small")
@@ -99,6 +102,12 @@ async def test_encoding_elsewhere_gives_the_same_ids(smol: TextModel) -> None:
     for text in ("Hello", "word " * 2_000, "word " * 8_000):
         assert await smol.encode_async(text) == smol.tokenizer.encode(text).ids
     assert await smol.encode_batch_async(["Hello", "hi"]) == [smol.encode("Hello"), smol.encode("hi")]
+
+
+def test_a_batch_in_several_groups_keeps_its_order(smol: TextModel) -> None:
+    texts = ["a" * 150_000, "Hello", "b" * 150_000, "", "hi", "c " * 200_000]
+    assert smol.encode_batch(texts) == [smol.encode(text) for text in texts]
+    assert smol.encode_batch([]) == []
 
 
 async def test_a_long_encoding_does_not_hold_up_the_loop(smol: TextModel) -> None:
