@@ -16,7 +16,7 @@ state: clients list those that are ready; a draining one keeps its calls and may
 name. One that is gone, or back with another boot, fails its calls with `PeerLost`, and the streams it
 had opened here are cancelled. Give a `Peer` an empty boot to reach one whose boot is not known (the
 CLI and the supervisor). A replica that only calls leaves out `listen`. Ids are unique among live processes:
-whoever says hello with the id of another start takes that start for dead.
+a new line from an id makes its older line here dead.
 `InProcess()` in the place of `ZeroMQ()`, one instance shared by all `Links`, joins components in
 one process; its addresses are any strings.
 """

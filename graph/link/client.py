@@ -11,7 +11,7 @@ from typing import Any
 from graph.component import Peer
 from graph.errors import LinkError, NoPeer, Overloaded, PeerLost, ProtocolFault
 from graph.link.calls import Inbox, OnEnd, OnItem, OpenCall
-from graph.link.codec import LINE, Decode, Hello, Kind, decoder
+from graph.link.codec import Decode, Hello, decoder
 from graph.link.deadlines import Deadlines
 from graph.link.line import Line
 from graph.link.wire import Limits, Traffic, Transport
@@ -51,7 +51,7 @@ class Pool:
             if peer is None or (peer.boot, peer.address) != (line.peer.boot, line.peer.address):
                 del self._lines[id]
                 what = "is gone" if peer is None else "was restarted"
-                line.close(PeerLost(f"{id} {what}"), 0)
+                line.close(PeerLost(f"{id} {what}"))
             else:
                 line.peer = peer
 
@@ -89,12 +89,10 @@ class Pool:
             self._deadlines.add(call)
         return call
 
-    def close(self, linger_s: float) -> None:
+    def close(self) -> None:
         """Cancels all calls, says bye, closes all lines."""
         for line in self._lines.values():
-            error = PeerLost(f"{self.id} is stopping")
-            line.outbox.put((LINE, Kind.BYE, None))
-            line.close(error, linger_s)
+            line.close(PeerLost(f"{self.id} is stopping"))
         self._lines.clear()
         self.live = {}
         self._deadlines.close()

@@ -30,6 +30,7 @@ class Deadlines:
         self._heap: list[tuple[float, int, Timed]] = []
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._armed_for = math.inf
         self._is_checking = False
         self._sweep_at = _MIN_SWEEP
 
@@ -61,9 +62,10 @@ class Deadlines:
             return
         first = self._heap[0][0]
         if self._timer is not None:
-            if self._timer.when() <= first:
+            if self._armed_for <= first:
                 return
             self._timer.cancel()
+        self._armed_for = first
         self._timer = self._loop.call_at(first, self._check)
 
     def _check(self) -> None:

@@ -9,7 +9,7 @@ from graph.component import Peer
 from graph.errors import LinkError, PeerLost, ProtocolFault
 from graph.link.calls import OpenCall
 from graph.link.codec import LINE, MALFORMED, Bye, Frame, Hello, Kind, decode_batch, decoder, fault
-from graph.link.wire import Dialer, Outbox, Traffic, Transport
+from graph.link.wire import LINGER_S, Dialer, Outbox, Traffic, Transport
 
 _bye = decoder(Bye)
 
@@ -71,14 +71,15 @@ class Line:
         for call in list(self._calls.values()):
             call.give_up(error, tell=tell)
 
-    def close(self, error: LinkError, linger_s: float) -> None:
-        """Gives up all calls and closes the line."""
+    def close(self, error: LinkError) -> None:
+        """Gives up all calls and closes the line; says bye, in case the peer is alive after all."""
         self.fail(error, tell=False)
         self.gone = error
+        self.outbox.put((LINE, Kind.BYE, None))
         self.outbox.flush()
         self.outbox.discard()
         if self._dialer is not None:
-            self._dialer.close(linger_s)
+            self._dialer.close(LINGER_S)
 
     def _send(self, data: bytearray) -> bool:
         return self._dialer is not None and self._dialer.send(data)

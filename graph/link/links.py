@@ -12,10 +12,8 @@ from graph.link.codec import decoder
 from graph.link.events import PortPublisher, PortSubscriber
 from graph.link.server import Server
 from graph.link.streams import Served
-from graph.link.wire import Limits, LineDown, Listener, Traffic, Transport
+from graph.link.wire import LINGER_S, Limits, LineDown, Listener, Traffic, Transport
 from graph.ports import Calls, Message, Publishes, Serves, Subscribes
-
-_LINGER_S = 0.2  # what was sent just before the end may still leave
 
 
 class Links:
@@ -93,10 +91,10 @@ class Links:
             subscriber.close()
         for publisher in self._publishers:
             publisher.close()
-        self._pool.close(_LINGER_S)
+        self._pool.close()
         await self._server.close()
         if self._listener is not None:
-            self._listener.close(_LINGER_S)
+            self._listener.close(LINGER_S)
         await self._transport.close()
         await asyncio.sleep(0)  # the last ends are delivered in the next turn
 

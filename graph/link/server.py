@@ -102,7 +102,7 @@ class Server:
             self._refuse(line, PeerLost(f"{self._id} was restarted"), is_leaving=True)
             return None
         for other, caller in list(self._callers.items()):
-            if caller.id == hello.id and (caller.boot != hello.boot or other == line):
+            if caller.id == hello.id:  # a replica has one line to another, so its older ones are dead
                 self._lose(other)
         self._callers[line] = caller = Caller(hello, self._outbox(line), self._max_bytes)
         return caller

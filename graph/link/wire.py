@@ -19,6 +19,10 @@ BATCH_BYTES = 1 << 20
 """A wire message that has grown this large leaves at once instead of at the end of the turn."""
 
 
+LINGER_S = 0.2
+"""How long a closed line may still try to send its last words."""
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one replica's links."""
 
