@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from components.model_cache import resolve_model
 from components.options import DEFAULT_MODEL
 from frontends.text.model import TextModel
+
+sys.path.insert(0, str(Path(__file__).parent))  # lets the tests import their helpers by name
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"

@@ -14,7 +14,7 @@ from frontends.text.model import TextModel
 SCRIPTS = st.sampled_from("ab ,.\n1😀👩‍👩‍👧你好世界สวัสดีé\u0301กำ\u2581\ufffd𐍈")
 TEXTS = st.lists(SCRIPTS, max_size=40).map("".join)
 CUTS = st.lists(st.integers(1, 5), max_size=60)
-PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def cut(ids: Sequence[int], sizes: Iterable[int]) -> list[Sequence[int]]:
