@@ -168,10 +168,14 @@ def main(arguments: list[str] | None = None) -> None:
 def _resolve(file: str, overrides: dict[str, Any]) -> Resolved:
     """Loads the graph and applies what the command line and the environment say."""
     from graph.config import resolve
+    from graph.errors import DeclarationError
     from graph.loader import load_graph
     from graph.overrides import read_overrides
 
-    read = read_overrides(**overrides, environ=os.environ)
+    try:
+        read = read_overrides(**overrides, environ=os.environ)
+    except DeclarationError as error:
+        raise click.UsageError(str(error)) from error
     return resolve(*load_graph(file), read)
 
 

@@ -82,6 +82,8 @@ def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
         ("show", "x.py", "--format", "svg"),
         ("serve", "x.py", "--port", "70000"),
         ("scale",),
+        ("check", "graph/agg.py", "--set", "worker"),
+        ("check", "graph/agg.py", "-f", "nowhere.yaml"),
     ],
 )
 def test_called_wrongly_is_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
