@@ -171,8 +171,9 @@ class Serving:
     # --- reports
 
     def _on_report(self, report: StepReport) -> None:
-        """Called on the engine's thread; the one hand-over per step."""
-        self._context.loop.call_soon_threadsafe(self._deliver, report)
+        """Called on the engine's thread; the one hand-over per step. Without its loop the process is ending."""
+        if not self._context.loop.is_closed():
+            self._context.loop.call_soon_threadsafe(self._deliver, report)
 
     def _deliver(self, report: StepReport) -> None:
         for output in report.outputs:

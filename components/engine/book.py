@@ -40,6 +40,7 @@ class Book:
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
         self._arrivals = count()
+        self._abandoned: LinkError | None = None
         self._outputs: list[Output] = []
 
     def take_outputs(self) -> tuple[Output, ...]:
@@ -64,7 +65,7 @@ class Book:
     def submit(self, request: EngineRequest) -> None:
         """Queues a new sequence, or refuses it at once."""
         assert self.queues.find(request.id) is None, f"request {request.id} is live already"
-        if error := self._refusal(request):
+        if error := self._abandoned or self._refusal(request):
             self._outputs.append(Ended(request.id, error))
             return
         sequence = Sequence(
@@ -87,6 +88,12 @@ class Book:
         self._return_blocks(sequence)
         self.queues.move(sequence, Phase.FINISHED)
         self._outputs.append(Ended(sequence.id, error))
+
+    def abandon(self, error: LinkError) -> None:
+        """Ends every sequence, and those still to be submitted; called when the engine itself has failed."""
+        self._abandoned = error
+        self._outputs = [*self._outputs, *(Ended(sequence.id, error) for sequence in self.queues)]
+        self.queues = Queues()
 
     def compute_locally(self, id: str) -> None:
         """Sends a sequence that was to be pulled back to the queue, to be computed here."""

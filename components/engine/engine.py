@@ -99,7 +99,7 @@ class Engine:
         self._is_over = False  # no command is carried out any more
         self._failure: LinkError | None = None
         self._num_failures = 0  # failed steps in a row
-        self._told_load = Load()
+        self._told = (Load(), 0)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -174,17 +174,25 @@ class Engine:
         try:
             is_idle = True
             while self._wait(only_if=is_idle):
-                self._obey()
-                plan = schedule(self._book.queues, self._pool, self._limits)
-                is_idle = not plan
-                self._book.apply(plan)
-                self._report()
-                if plan.work:
-                    self._report(self._step(plan))
-        except Exception as error:
+                is_idle = not self._turn()
+            self._end(self._failure or _stopping())
+        except Exception as error:  # a fault of the engine itself: its books cannot be trusted any more
             log.exception("the engine failed")
-            self._failure = PeerFault(f"the engine failed: {error}")
-        self._end(self._failure or _stopping())
+            self._failure = PeerFault(f"the engine failed: {type(error).__name__}: {error}")
+            self._close_commands()
+            self._book.abandon(self._failure)
+            self._obey()
+            self._report()
+
+    def _turn(self) -> bool:
+        """One round: commands, plan, step. False if there was nothing to do."""
+        self._obey()
+        plan = schedule(self._book.queues, self._pool, self._limits)
+        self._book.apply(plan)
+        self._report()
+        if plan.work:
+            self._report(self._step(plan))
+        return bool(plan)
 
     def _wait(self, *, only_if: bool) -> bool:
         """Sleeps until there is a command, if nothing can be done before; False once the engine shall end."""
@@ -228,19 +236,23 @@ class Engine:
             self._failure = PeerFault(f"the engine gave up after {self._num_failures} failed steps: {fault.message}")
 
     def _report(self, stats: StepStats | None = None) -> None:
-        outputs, events, load = self._book.take_outputs(), self._pool.take_events(), self._book.load()
-        if outputs or events or stats is not None or load != self._told_load:
-            self._told_load = load
-            self._on_report(StepReport(outputs, events, load, self._pool.num_quarantined, stats))
+        outputs, events = self._book.take_outputs(), self._pool.take_events()
+        state = self._book.load(), self._pool.num_quarantined
+        if outputs or events or stats is not None or state != self._told:
+            self._told = state
+            self._on_report(StepReport(outputs, events, *state, stats))
 
     def _end(self, error: LinkError) -> None:
         """The last thing the thread does: every sequence still ends, in its one terminal output."""
-        with self._awake:
-            self._is_over = True
+        self._close_commands()
         self._obey()
         for sequence in self._book.queues:
             self._book.fail(sequence, error)
         self._report()
+
+    def _close_commands(self) -> None:
+        with self._awake:
+            self._is_over = True
 
 
 def _stopping() -> RequestCancelled:

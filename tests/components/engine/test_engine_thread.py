@@ -13,7 +13,16 @@ import pytest
 
 from components.engine.engine import Engine, EngineConfig
 from components.engine.fake import FakeRunner, fake_generate
-from components.engine.outputs import ChunkComputed, Ended, EngineRequest, Output, StepReport, StepTokens
+from components.engine.outputs import (
+    ChunkComputed,
+    Ended,
+    EngineRequest,
+    Matched,
+    Output,
+    Reserved,
+    StepReport,
+    StepTokens,
+)
 from components.engine.runner import Batch, Sampled
 from components.messages import BlocksStored, Load, Sampling, Stopping
 from components.options import FakeEngine
@@ -73,9 +82,17 @@ class Listener:
 
     def until(self, *ids: str) -> None:
         """Returns when each of these has ended."""
-        deadline = time.monotonic() + WAIT_S
         while not all(self.end(id) for id in ids):
-            self.reports.append(self._queue.get(timeout=max(0.01, deadline - time.monotonic())))
+            self.next()
+
+    def until_output(self, id: str, kind: type[Output]) -> None:
+        """Returns when the sequence has such an output."""
+        while not any(isinstance(output, kind) for output in self.of(id)):
+            self.next()
+
+    def next(self) -> None:
+        """Takes in one more report."""
+        self.reports.append(self._queue.get(timeout=WAIT_S))
 
     def of(self, id: str) -> list[Output]:
         return [o for r in self.reports for o in r.outputs if o.id == id]
@@ -197,6 +214,37 @@ def test_two_failed_steps_in_a_row_end_the_engine_loudly(
     with pytest.raises(PeerFault, match="gave up"):
         engine.submit(make_request("d", 5))
     assert [r.levelname for r in caplog.records] == ["ERROR", "ERROR"]
+
+
+def test_a_fault_of_the_engine_itself_still_ends_every_sequence(
+    engine: Engine, runner: Brittle, told: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, logger="components.engine.engine")
+    runner.gate.clear()
+    engine.submit(make_request("a", 20))
+    assert runner.entered.wait(WAIT_S)
+    engine.submit(make_request("a", 20))  # an id that is live: the caller broke its promise
+    engine.submit(make_request("behind", 20))
+    runner.gate.set()
+    told.until("a", "behind")
+    assert isinstance(told.error("a"), PeerFault)
+    assert isinstance(told.error("behind"), PeerFault)
+    assert "live already" in str(engine.failure)
+    with pytest.raises(PeerFault):
+        engine.submit(make_request("b", 5))
+
+
+def test_quarantine_is_told_when_it_begins_and_when_it_ends(engine: Engine, told: Listener) -> None:
+    engine.submit(make_request("r", 40, mode="remote"))
+    told.until_output("r", Matched)
+    engine.reserve("r")
+    told.until_output("r", Reserved)
+    engine.abort("r")
+    told.until("r")
+    assert told.reports[-1].quarantined_blocks == 3
+    engine.settled(["r"])
+    told.next()
+    assert told.reports[-1].quarantined_blocks == 0
 
 
 def test_stopping_ends_every_sequence_as_cancelled(engine: Engine, runner: Brittle, told: Listener) -> None:
