@@ -136,6 +136,8 @@ def stop(graph: str | None) -> int:
         code = _talk(running.name, ask)
         if code == 0 and gone and not select.select(gone, [], [], DRAIN_TIMEOUT_S + 10)[0]:
             return _fail(f"{running.name} (pid {running.pid}) still runs; end it with: kill {running.pid}")
+        if code == 0:
+            click.echo(f"{running.name} stopped")
         return code
     finally:
         for pidfd in gone:

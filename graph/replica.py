@@ -38,6 +38,7 @@ from graph.spec import ReplicaSpec
 log = logging.getLogger("headrace.replica")
 
 _PR_SET_PDEATHSIG = 1
+_STOP_TIMEOUT_S = 10.0
 
 
 def main() -> int:
@@ -53,7 +54,17 @@ def main() -> int:
     component_class = import_component(spec.component)
     component = component_class(msgspec.convert(spec.options, component_class.Options))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Replica(spec, component).run())
+        runner.run(_run(Replica(spec, component)))
+    return 1
+
+
+async def _run(replica: Replica) -> None:
+    """Never returns: threads that still load a model, or wait in foreign code, must not hold the process."""
+    code = await replica.run()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Replica:
@@ -115,7 +126,7 @@ class Replica:
 
     async def _close(self, context: ReplicaContext, links: Links) -> None:
         try:
-            await self._component.stop()
+            await asyncio.wait_for(self._component.stop(), _STOP_TIMEOUT_S)
         except Exception as error:  # must not keep the links from being closed
             log.exception("%s failed to stop", self._spec.id)
             self._fail(error)

@@ -168,4 +168,4 @@ async def _first(task: asyncio.Task[object], other: Awaitable[object]) -> None:
 def _log_to(console: Console) -> None:
     handler = RichHandler(console=console, show_path=False, markup=False)
     handler.setLevel(logging.WARNING)
-    logging.getLogger("headrace").addHandler(handler)
+    logging.getLogger().addHandler(handler)

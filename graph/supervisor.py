@@ -7,10 +7,12 @@ It owns their processes, their directory and their resources. Commands change th
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from socket import socket
 from typing import Literal
@@ -29,6 +31,8 @@ from graph.resources import GpuPool, Machine, cores_for, thread_environment
 from graph.rundir import RunDir, log_path, socket_path
 from graph.spec import ReplicaSpec, plain_options, targets_of
 from graph.status import GraphStatus, node_status, num_in_states
+
+log = logging.getLogger("headrace.supervisor")
 
 MAX_LOG_BYTES = 8 << 20
 _LOG_CHECK_S = 30.0
@@ -101,6 +105,8 @@ class Supervisor:
     async def stop(self) -> None:
         """Drains the whole graph, callers before those they call, within one bounded time."""
         self.phase = "draining"
+        for listener in self._listeners.values():
+            listener.close()  # replicas have their own; who comes when they are gone is refused
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         groups = [[m for m in self.replicas.values() if m.state != "ready"]]
         groups += [[m for m in self.replicas.values() if m.node in nodes] for nodes in drain_order(self.view)]
@@ -118,14 +124,14 @@ class Supervisor:
         """Runs as long as the graph: keeps the logs from filling the disk."""
         while True:
             await asyncio.sleep(_LOG_CHECK_S)
-            for log in sorted((self._run_dir.path / "logs").glob("*.log")):
-                bound_log(log, MAX_LOG_BYTES)
+            for file in sorted((self._run_dir.path / "logs").glob("*.log")):
+                bound_log(file, MAX_LOG_BYTES)
 
     # Commands
 
     async def scale(self, targets: Sequence[str], tell: Callable[[str], None], *, wait: bool) -> None:
         """Carries out `graph scale`; raises `DeclarationError` before anything is touched."""
-        async with self._commands:
+        async with self._command():
             counts = plan_scale(self.view, self.desired, targets, self.gpus.num_gpus)
             added, removed = [], []
             for node, count in counts.items():
@@ -144,19 +150,27 @@ class Supervisor:
 
     async def restart(self, target: str, tell: Callable[[str], None]) -> None:
         """Carries out `graph restart`: one replica after the other, each ready before the next leaves."""
-        async with self._commands:
+        async with self._command():
             for managed in self._chosen(target):
                 await self._remove(managed, tell)
                 await _tell_ready(self._add(managed.node, managed.index), tell)
 
     async def drain(self, target: str, tell: Callable[[str], None]) -> None:
         """Carries out `graph drain`: the replica leaves and is not replaced."""
-        async with self._commands:
+        async with self._command():
             if "/" not in target:
                 raise DeclarationError(f"name one replica, such as '{target}/0'")
             for managed in self._chosen(target):
                 self.desired[managed.node] -= 1
                 await self._remove(managed, tell)
+
+    @contextlib.asynccontextmanager
+    async def _command(self) -> AsyncIterator[None]:
+        """One command at a time, and none once the graph is ending."""
+        async with self._commands:
+            if self.phase == "draining":
+                raise LaunchError("the graph is ending")
+            yield
 
     # What others ask
 
@@ -264,7 +278,12 @@ class Supervisor:
     def _background(self, tasks: list[asyncio.Task[None]]) -> None:
         self._unwaited.update(tasks)
         for task in tasks:
-            task.add_done_callback(self._unwaited.discard)
+            task.add_done_callback(self._unwaited_done)
+
+    def _unwaited_done(self, task: asyncio.Task[None]) -> None:
+        self._unwaited.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a command nobody waited for failed: %s", error)
 
 
 async def _tell_ready(managed: Managed, tell: Callable[[str], None]) -> None:
