@@ -17,6 +17,9 @@ from graph import (
     Serves,
     Subscribes,
 )
+from graph.config import resolve
+from graph.loader import load_graph
+from graph.overrides import read_overrides
 from graph.registry import Directory, Entry, LocalRegistry, health
 
 
@@ -84,6 +87,17 @@ def test_health_names_what_is_missing() -> None:
 
     assert found.missing[0] == "front.help: no ready replica of 'helper'"
     assert found.nodes == {"front": 1, "worker": 1, "helper": 0}
+
+
+@pytest.mark.parametrize(
+    ("lost", "state"),
+    [("frontend", "down"), ("processor", "down"), ("router", "degraded"), ("prefill", "degraded"), ("decode", "down")],
+)
+def test_health_of_the_disaggregated_graph_without_one_node(lost: str, state: str) -> None:
+    graph, module = load_graph("graph/disagg.py")
+    view = resolve(graph, module, read_overrides(environ={})).view
+
+    assert health(view, ready(*(f"{node}/0" for node in view.nodes if node != lost))).state == state
 
 
 @pytest.mark.parametrize("state", ["starting", "draining"])

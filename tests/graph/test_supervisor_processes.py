@@ -144,6 +144,16 @@ def test_failed_start_is_shown_and_ends_the_graph(toy: Callable, fault: str) -> 
     assert graph.leftovers() == []
 
 
+def test_failed_background_work_ends_its_replica(toy: Callable) -> None:
+    graph = toy("--set", "greeter.fail=later").ready()
+
+    graph.until(lambda: graph.replicas()["greeter/0"]["restarts"] >= 1)
+    assert "exit status 1 after" in graph.replicas()["greeter/0"]["reason"]
+    assert "too tired to smile" in graph.run("logs", "greeter/0").stdout
+    assert graph.end() == 0
+    assert graph.leftovers() == []
+
+
 def test_failing_later_becomes_failed_and_restart_mends_it(toy: Callable, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     graph = toy("--set", f"greeter.fail={broken}").ready()

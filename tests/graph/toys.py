@@ -30,7 +30,9 @@ class GreeterOptions(Options, frozen=True, kw_only=True):
     word: str = "hello"
     start_s: float = 0.0
     drain_s: float = 0.0
-    fail: str = ""  # "start": raises while it starts; "signal": kills itself; a path: raises as long as it exists
+    # "start": raises while it starts; "signal": kills itself; "later": its background work fails; a path:
+    # raises as long as it exists
+    fail: str = ""
 
 
 class Greeter(Component):
@@ -50,6 +52,12 @@ class Greeter(Component):
             os.kill(os.getpid(), signal.SIGKILL)
         self.greeted = Counter("headrace_greetings", "Greetings said.", registry=context.metrics)
         context.serve(self.requests, self.greet)
+        if self.options.fail == "later":
+            context.spawn(self.tire(), name="smiling")
+
+    async def tire(self) -> None:
+        await asyncio.sleep(0.2)
+        raise RuntimeError("too tired to smile")
 
     async def drain(self) -> None:
         if self.options.drain_s:
