@@ -1,8 +1,10 @@
 """Ids to text, one token at a time, so that the pieces join to exactly what decoding all ids at once gives.
 
-decoder = incremental_decoder(model, skip_special_tokens=True)
-text += decoder.push(id)    any number of times; never part of a character
-text += decoder.flush()     once; an unfinished character becomes U+FFFD, as in the full decoding
+    decoder = incremental_decoder(model, skip_special_tokens=True)
+    text += decoder.push(id)    any number of times; never part of a character
+    text += decoder.flush()     once; an unfinished character becomes U+FFFD, as in the full decoding
+
+A decoder serves one sequence of tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The detokenizer of one choice: token ids in, text that may be shown out.
 
-running     `feed` takes the tokens of a step and gives the text that is certain; the end of the text is
-            held back while it may be the beginning of a stop string
-stopped     a stop string was completed; text and tokens from it on are dropped, `feed` gives nothing more
-finished    `finish` was called: what was held back is out, an unfinished character included
+    running     `feed` takes the tokens of a step and gives the text that is certain; the end of the text is
+                held back while it may be the beginning of a stop string
+    stopped     a stop string was completed; text and tokens from it on are dropped, `feed` gives nothing more
+    finished    `finish` was called: what was held back is out, an unfinished character included
+
+A choice that is cancelled is simply dropped; nothing is held outside of it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The requests of the API: `parse_*` make them from raw bodies, methods turn them into prompts and sampling.
 
-request = parse_chat(body)                     ApiError 400 if it is not what the API allows
-prompts = request.prompts(model)               text or token ids, at least one
-sampling = request.sampling(index, seed_base)  per choice
-stopping = request.stopping(model, len(ids))   per prompt, once its length is known
+    request = parse_chat(body)                     ApiError 400 if it is not what the API allows
+    prompts = request.prompts(model)               text or token ids, at least one
+    sampling = request.sampling(index, seed_base)  per choice
+    stopping = request.stopping(model, len(ids))   per prompt, once its length is known
+
+Every field at fault is named in the refusal.
 """
 
 from __future__ import annotations

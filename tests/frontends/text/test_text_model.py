@@ -105,7 +105,7 @@ async def test_encoding_elsewhere_gives_the_same_ids(smol: TextModel) -> None:
 
 
 def test_a_batch_in_several_groups_keeps_its_order(smol: TextModel) -> None:
-    texts = ["a" * 150_000, "Hello", "b" * 150_000, "", "hi", "c " * 200_000]
+    texts = ["a " * 70_000, "Hello", "b " * 70_000, "", "hi", "c " * 140_000]
     assert smol.encode_batch(texts) == [smol.encode(text) for text in texts]
     assert smol.encode_batch([]) == []
 
