@@ -24,7 +24,7 @@ from components.transfer.agent import TransferAgent, TransferError
 from components.transfer.plan import Pieces, Route
 
 IDLE_TICK_S = 0.05
-WATCH_TICK_S = 0.0005
+WATCH_TICK_S = 0.001
 READ_TICK_S = 0.0001
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,9 @@ class TransferDriver:
 
     def watch(self, is_on: bool) -> None:
         """Whether peers may be reading from here: then their READs need our progress."""
-        self._is_watching = is_on
-        self._wake.set()
+        if is_on != self._is_watching:
+            self._is_watching = is_on
+            self._wake.set()
 
     async def close(self, timeout_s: float = 2.0) -> None:
         """Waits a while for READs in flight, then frees the agent and ends the thread."""

@@ -22,6 +22,8 @@ import msgspec
 
 from components.messages import FinishReason, PrefillDone, PrefillProgress, TokenLogprobs, unpack_ids
 
+ID_BYTES = 4
+
 
 class Phase(Enum):
     """Where a remote prefill stands."""
@@ -291,6 +293,8 @@ class Pull:
         return [Renew()]
 
     def _fault_in(self, progress: PrefillProgress) -> str | None:
+        if len(progress.block_ids) % ID_BYTES:
+            return f"prefill announced {len(progress.block_ids)} bytes of block ids"
         if progress.num_tokens > self.prompt.num_tokens or not 0 <= progress.first_token <= self.prompt.cached_tokens:
             return (
                 f"prefill announced tokens [{progress.first_token}, {progress.num_tokens}) "

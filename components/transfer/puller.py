@@ -26,7 +26,7 @@ from components.messages import (
 )
 from components.transfer import pull as pulls
 from components.transfer.budget import Budget
-from components.transfer.driver import ReadResult, TransferDriver
+from components.transfer.driver import Part, ReadResult, TransferDriver
 from components.transfer.metrics import TransferMetrics
 from components.transfer.peers import LinkedPrefill
 from components.transfer.plan import Side, plan, whole_blocks
@@ -225,19 +225,25 @@ class Puller:
             self._do(active, active.pull.progressed(item, now))
 
     def _read(self, active: _Active, action: pulls.Read) -> None:
-        assert active.target is not None
-        source = Side(action.source_ids, action.source_first)
-        fault = next((b for b in action.source_ids if not 0 <= b < active.peer.num_blocks), None)
-        if fault is not None:
-            reason = f"prefill announced block {fault}; it has {active.peer.num_blocks}"
-            self._do(active, active.pull.read_failed(reason))
+        try:
+            parts = self._parts(active, action)
+        except ValueError as error:  # what prefill announced cannot be true
+            self._do(active, active.pull.read_failed(f"{active.peer.id}: {error}"))
             return
-        parts = []
-        for agent, way in active.peer.routes:
-            stop = whole_blocks(way, action.stop)
-            parts.append((agent, plan(way, source, active.target, start=action.start, stop=stop)))
         active.record.timeline.append(("read", time.monotonic() * 1e3))
         self._driver.read(parts, lambda result: self._read_ended(active, action, result))
+
+    def _parts(self, active: _Active, action: pulls.Read) -> list[Part]:
+        """The READ's pieces for each source rank; raises `ValueError` for blocks that are not there."""
+        assert active.target is not None
+        stranger = next((b for b in action.source_ids if not 0 <= b < active.peer.num_blocks), None)
+        if stranger is not None:
+            raise ValueError(f"block {stranger} was announced; there are {active.peer.num_blocks}")
+        source = Side(action.source_ids, action.source_first)
+        return [
+            (agent, plan(way, source, active.target, start=action.start, stop=whole_blocks(way, action.stop)))
+            for agent, way in active.peer.routes
+        ]
 
     def _read_ended(self, active: _Active, action: pulls.Read, result: ReadResult) -> None:
         record, now = active.record, time.monotonic()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 from transfer_pair import CHUNK, make_prompt, oracle, pair, until
 
-from components.messages import LeaseRelease, PrefillDone, PrefillProgress, Sampling
+from components.messages import LeaseRelease, PrefillDone, PrefillProgress, Sampling, pack_ids, unpack_ids
 from graph import LinkError, Refused, RequestCancelled
 
 
@@ -323,6 +324,29 @@ async def test_a_request_that_can_never_fit_ends_at_once_and_leaves_nothing():
             await two.generate(make_prompt(128))
 
         assert fault.value.code == "context_length_exceeded"
+        await two.until_clean()
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda ids: [i + 9_999 for i in ids], lambda ids: ids[:1], lambda ids: [-1] * len(ids)]
+)
+async def test_announced_blocks_that_are_not_there_are_not_read(spoil):
+    async with pair() as two:
+        told = two.decode._requests._puller._told
+
+        def tell(active, item):
+            if isinstance(item, PrefillDone):
+                ids = pack_ids(spoil(unpack_ids(item.progress.block_ids)))
+                item = replace(item, progress=replace(item.progress, block_ids=ids))
+                told(active, item)
+
+        two.decode._requests._puller._told = tell
+        prompt = make_prompt(64)
+
+        answer = await two.generate(prompt)
+
+        assert answer.tokens == oracle(prompt)
+        assert answer.timing.mode == "local"
         await two.until_clean()
 
 

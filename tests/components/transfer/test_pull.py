@@ -207,7 +207,14 @@ def test_a_read_that_takes_too_long_is_given_up_and_settled_when_it_ends():
     assert pull.is_quiet
 
 
-@pytest.mark.parametrize("progress", [make_progress(TOTAL + 1), make_progress(64, first_token=CACHED + SIZE)])
+@pytest.mark.parametrize(
+    "progress",
+    [
+        make_progress(TOTAL + 1),
+        make_progress(64, first_token=CACHED + SIZE),
+        PrefillProgress(b"12345", CACHED, 64, 0, 0.0),
+    ],
+)
 def test_announcements_that_cannot_be_true_are_not_believed(progress):
     pull = make_pull_in(Phase.ASKED)
 
