@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, processors
 
 from frontends.text.bound import TokenBound
@@ -249,8 +248,8 @@ def _template(folder: Path, settings: Mapping[str, Any], names: Mapping[str, str
         found = next((entry["template"] for entry in found if entry["name"] == "default"), None)
     try:
         return ChatTemplate(found, names) if found else None
-    except TemplateSyntaxError as error:
-        raise ValueError(f"the chat template of {folder} does not compile: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def _length(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any], limit: int | None) -> int:

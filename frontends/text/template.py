@@ -34,12 +34,16 @@ class ChatTemplate:
     """One compiled template. `names` are what it may use besides the messages, `bos_token` and the like."""
 
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
+        """Raises `ValueError` if the template does not compile."""
         extensions = [loopcontrols, _GenerationTag]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template does not compile: {error}") from error
         self._names = dict(names)
         self._knows_developer = "developer" in source
 
