@@ -43,14 +43,13 @@ class Progress:
         """Shows `status`; called on every change, and each second so that times go on."""
         replicas = [replica for node in status.nodes.values() for replica in node.replicas]
         now_s = time.time() if now_s is None else now_s
+        new = [replica for replica in replicas if self._shown.get(replica.id) != (replica.state, replica.doing)]
+        self._shown |= {replica.id: (replica.state, replica.doing) for replica in new}
         if self._live is not None:
             self._live.update(_table(replicas, now_s), refresh=True)
             return
-        for replica in replicas:
-            what = (replica.state, replica.doing)
-            if self._shown.get(replica.id) != what:
-                self._shown[replica.id] = what
-                self._console.print(_line(replica), highlight=False, markup=False, soft_wrap=True)
+        for replica in new:
+            self._console.print(_line(replica), highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(replicas: list[ReplicaStatus], now_s: float) -> Table:

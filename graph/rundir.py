@@ -36,7 +36,6 @@ class RunningGraph(msgspec.Struct, frozen=True):
     file: str
     supervisor: Peer
     url: str | None = None
-    daemon: bool = False
 
 
 def base_dir(environment: Mapping[str, str]) -> Path:
