@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from components.engine.attention import KVPool, PagedStep, SdpaAttention, Shape
+from components.engine.fuse import fuse_layers, pack_weights, should_pack
 from components.engine.loading import ATTENTION, fingerprint, kv_layout, load_config, load_model, resolve_dtype
 from components.engine.runner import Batch, KVRegion, Sampled
 from components.engine.sampling import sample
@@ -53,6 +54,9 @@ class TorchRunner:
         dtype = resolve_dtype(options.dtype, config)
         report(f"loading {options.model}")
         self._model = load_model(folder, config, dtype, device, options.load_format)
+        fuse_layers(self._model, config)
+        if should_pack(dtype, device):
+            pack_weights(self._model)
         self.vocab_size: int = config.vocab_size
         self.max_model_len = _max_model_len(options, config.max_position_embeddings)
         self.layout: KVLayout = kv_layout(config, fingerprint(folder, options.load_format), dtype, options.block_size)
