@@ -20,7 +20,9 @@ class CacheTransceiverConfig(Options, frozen=True, kw_only=True):
         option("carries KV blocks; unset disables disaggregated serving; 'memory' works within one process only"),
     ] = None
     kv_transfer_timeout_ms: Annotated[int, option("longest wait for one transfer")] = 60_000
-    max_tokens_in_buffer: Annotated[int | None, option("tokens in flight into one decode worker; unset: the model's length")] = None
+    max_tokens_in_buffer: Annotated[
+        int | None, option("tokens in flight into one decode worker; unset: the model's length")
+    ] = None
     kv_lease_ms: Annotated[int, option("how long prefill keeps blocks pinned without hearing from decode")] = 10_000
 
 
@@ -37,7 +39,9 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     model: ModelName = DEFAULT_MODEL
     engine: Annotated[Literal["torch", "fake"], option("'fake' serves without torch at a set speed")] = "torch"
     fake: FakeEngine = FakeEngine()
-    load_format: Annotated[Literal["auto", "dummy"], option("'dummy' makes random weights of the model's shape")] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], option("'dummy' makes random weights of the model's shape")] = (
+        "auto"
+    )
     device: Annotated[str, option("auto, cpu, cuda")] = "auto"
     dtype: Annotated[str, option("auto (the model's), float32, bfloat16, float16", agrees=True)] = "auto"
     attention: Annotated[Literal["auto", "sdpa"], option("attention back end")] = "auto"
@@ -48,7 +52,9 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[float, option("share of the free GPU memory the pool takes")] = 0.9
     max_model_len: Annotated[int | None, option("longest sequence; unset: the model's")] = None
     max_num_seqs: Annotated[int, option("sequences that run at once")] = 256
-    max_num_batched_tokens: Annotated[int | None, option("tokens computed in one step, the prefill chunk; unset: by device")] = None
+    max_num_batched_tokens: Annotated[
+        int | None, option("tokens computed in one step, the prefill chunk; unset: by device")
+    ] = None
     enable_prefix_caching: bool = True
     max_waiting: Annotated[int, option("requests that wait before new ones are refused")] = 2_000
 
@@ -57,7 +63,9 @@ class DisaggOptions(WorkerOptions, frozen=True, kw_only=True):
     """Options of the workers on either side of a KV transfer."""
 
     cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
-    nixl_backend: Annotated[str, option("NIXL's transport: UCX, LIBFABRIC", env="HEADRACE_NIXL_KVCACHE_BACKEND")] = "UCX"
+    nixl_backend: Annotated[str, option("NIXL's transport: UCX, LIBFABRIC", env="HEADRACE_NIXL_KVCACHE_BACKEND")] = (
+        "UCX"
+    )
     disable_kv_cache_transfer_overlap: Annotated[
         bool,
         option("READs start only after the last chunk", env="HEADRACE_DISABLE_KV_CACHE_TRANSFER_OVERLAP"),
