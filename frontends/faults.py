@@ -5,7 +5,12 @@ from __future__ import annotations
 from frontends.text.errors import ApiError
 from graph import DeadlineExceeded, LinkError, NoPeer, Overloaded, PeerLost, Refused, RequestCancelled
 
-_REFUSED_STATUS = {"conflict": 409, "invalid_request": 400, "context_length_exceeded": 400}
+_REFUSED_STATUS = {
+    "conflict": 409,
+    "context_length_exceeded": 400,
+    "invalid_request": 400,
+    "disaggregation_disabled": 501,
+}
 _PASSING = (NoPeer, PeerLost, DeadlineExceeded, RequestCancelled, Overloaded)
 
 
@@ -17,7 +22,7 @@ def may_retry(error: LinkError) -> bool:
 def api_error(error: LinkError) -> ApiError:
     """The HTTP form of `error`."""
     if isinstance(error, Refused):
-        status = _REFUSED_STATUS.get(error.code, 503)
+        status = _REFUSED_STATUS.get(error.code, 500)
         kind = "invalid_request_error" if status < 500 else "server_error"
         return ApiError(status, error.message, type=kind, code=error.code)
     retry_after_s = error.retry_after_s or 1.0

@@ -6,6 +6,7 @@ Life of a request here (see `http_exchange`): reading -> asking -> replying -> c
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -18,6 +19,8 @@ from frontends.http_replies import Headers, Refusal, request_id
 from frontends.http_server import ABORT
 from frontends.messages import HttpRequest
 from graph import Client, Context
+
+_log = logging.getLogger(__name__)
 
 OWN_ROUTES = ("/live", "/health", "/metrics")
 API_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
@@ -62,9 +65,14 @@ class Gateway:
         except RefusedHere as refused:
             status = refused.refusal.status
             await send_refusal(refused.refusal, request_id=identity, receive=receive, send=send)
+        except Exception:
+            _log.exception("request %s failed in the ingress", identity)
+            status = 500
+            refusal = Refusal(500, "The ingress failed on this request.", code="internal_error")
+            await send_refusal(refusal, request_id=identity, receive=receive, send=send)
         finally:
             self.metrics.open_requests.dec()
-            self.metrics.requests.labels(_route(scope["path"]), str(status or 500)).inc()
+            self.metrics.requests.labels(_route(scope["path"]), str(status)).inc()
 
     async def _forward(self, scope: Any, headers: Headers, identity: str, receive: Receive, send: Send) -> int:
         body = await read_body(receive, headers, limit=self._max_body_bytes, pause_s=self._body_timeout_s)

@@ -278,6 +278,20 @@ def test_overloaded_processor_is_429_with_retry_after() -> None:
     serve(test)
 
 
+def test_a_fault_of_the_ingress_is_500_in_json(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(served: Served) -> None:
+        def broken(request: Any, stream: Any) -> None:
+            raise RuntimeError("secret detail")
+
+        served.processors.serve("processor/0", broken)
+        reply = await served.http.post("/x")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+        assert "secret" not in reply.text
+        assert "secret detail" in caplog.text
+
+    serve(test)
+
+
 def test_slow_reader_is_cut_and_others_go_on() -> None:
     async def test(served: Served) -> None:
         def flood(request: Any, stream: Any) -> None:
