@@ -122,6 +122,7 @@ class Caller:
             times.append((time.perf_counter() - start) * 1e6)
         times.sort()
         return [
+            ("round trip, p1", f"{times[len(times) // 100]:.0f} us"),  # what it takes when nobody else runs
             ("round trip, p50", f"{times[len(times) // 2]:.0f} us"),
             ("round trip, p99", f"{times[len(times) * 99 // 100]:.0f} us"),
         ]
