@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, os.fspath(Path(__file__).parent))
-
 from prompts import FEW, LENGTHS, Prompt, equality_prompts
 from reference import Expected, greedy_reference
 

@@ -18,6 +18,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from graph.rundir import base_dir, running_graphs
+
 ROOT = Path(__file__).parents[2]
 GRAPH = str(Path(sys.executable).parent / "graph")
 START_TIMEOUT_S = 90.0
@@ -59,8 +61,8 @@ class ServedGraph:
 
     def status_of_all(self) -> dict[str, Any]:
         """`graph status --json` of the graph that serves our port."""
-        for name in _running_names():
-            status = graph_json("status", "--json", "--graph", name)
+        for running in running_graphs(base_dir(os.environ)):
+            status = graph_json("status", "--json", "--graph", running.name)
             if str(status.get("url", "")).endswith(f":{self.port}"):
                 return status
         raise AssertionError(f"no running graph serves port {self.port}")
@@ -121,7 +123,12 @@ def start(
     command = [*preexec, GRAPH, "serve", file, "--port", str(port), *flags, *args]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=cwd, env={**os.environ, **env}, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            command,
+            cwd=cwd,
+            env={**os.environ, **env},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
         )
     return ServedGraph(process, port, log)
 
@@ -157,14 +164,6 @@ def graph_json(*args: str) -> dict[str, Any]:
     done = subprocess.run([GRAPH, *args], capture_output=True, text=True, timeout=30, check=True)
     parsed: dict[str, Any] = json.loads(done.stdout)
     return parsed
-
-
-def _running_names() -> list[str]:
-    """Names of all running graphs, by asking for one that does not exist when there are several."""
-    done = subprocess.run([GRAPH, "status", "--json"], capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode == 0:
-        return [json.loads(done.stdout)["graph"]]
-    return [word.strip(" ,.:'\"") for word in (done.stdout + done.stderr).split() if word.strip(" ,.:'\"")]
 
 
 def _yaml(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Prompts for equality runs: real text cut at lengths around block multiples, shared prefixes, and the counting table."""
+"""Prompts for equality runs: real text cut around block multiples, shared prefixes, and counting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def text_ids() -> list[int]:
 
 
 def counting(start: int) -> str:
-    """"1, 2, ..., 15," from `start`: its continuation is known and far from any tie."""
+    """ "1, 2, ..., 15," from `start`: its continuation is known and far from any tie."""
     return ", ".join(str(n) for n in range(start, start + 15)) + ","
 
 

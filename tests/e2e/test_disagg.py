@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -22,7 +23,13 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedGraph]:
 
 
 def test_counting_prompt_is_prefilled_remotely_and_continued(graph: ServedGraph) -> None:
-    body = {"model": "smollm2-135m-instruct", "prompt": counting(1), "max_tokens": 120, "temperature": 0, "headrace": {"timing": True}}
+    body = {
+        "model": "smollm2-135m-instruct",
+        "prompt": counting(1),
+        "max_tokens": 120,
+        "temperature": 0,
+        "headrace": {"timing": True},
+    }
     reply = graph.client.post("/v1/completions", json=body).raise_for_status().json()
     assert reply["choices"][0]["text"] == "".join(f" {n}," for n in range(16, 46))
     assert reply["headrace"]["mode"] == "remote"
@@ -35,7 +42,8 @@ def test_moves_what_the_layout_predicts(graph: ServedGraph, num_tokens: int) -> 
     timing = complete(graph.url, [Prompt("p", tuple(ids), 4)], cache_salt=f"moves-{num_tokens}")["p"].headrace
     blocks = -(-num_tokens // BLOCK)
     assert timing is not None
-    assert (timing["mode"], timing["blocks_moved"], timing["bytes_moved"]) == ("remote", blocks, blocks * BLOCK_BYTES_BF16)
+    moved = (timing["mode"], timing["blocks_moved"], timing["bytes_moved"])
+    assert moved == ("remote", blocks, blocks * BLOCK_BYTES_BF16)
     assert timing["descriptors"] == blocks
 
 
@@ -59,9 +67,18 @@ def test_cached_prompt_is_not_moved_again(graph: ServedGraph) -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.15, 1.0])
 def test_client_that_leaves_frees_both_sides(graph: ServedGraph, after_s: float) -> None:
-    ids = ", ".join(map(str, text_ids()[:1500]))
-    body = f'{{"prompt": [{ids}], "max_tokens": 4000, "ignore_eos": true, "stream": true, "cache_salt": "leave-{after_s}"}}'
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    body = json.dumps(
+        {
+            "model": "smollm2-135m-instruct",
+            "prompt": text_ids()[:1500],
+            "max_tokens": 4000,
+            "ignore_eos": True,
+            "stream": True,
+            "cache_salt": f"leave-{after_s}",
+        }
+    )
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", graph.port)) as client:
         client.sendall(head.encode() + body.encode())
         time.sleep(after_s)

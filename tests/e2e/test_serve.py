@@ -14,7 +14,11 @@ import pytest
 from harness import GRAPH, ROOT, assert_gone, free_port, serving, start
 
 FAKE = {"prefill.engine": "fake", "decode.engine": "fake"}
-CHAT = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Name the capital of Japan."}], "temperature": 0}
+CHAT = {
+    "model": "smollm2-135m-instruct",
+    "messages": [{"role": "user", "content": "Name the capital of Japan."}],
+    "temperature": 0,
+}
 
 
 def leftovers() -> set[str]:
@@ -111,7 +115,8 @@ def test_detached_graph_is_found_and_stopped(tmp_path: Path) -> None:
 
 
 def test_serves_from_another_folder_and_offline(tmp_path: Path) -> None:
-    offline = {"HF_HUB_OFFLINE": "1", "HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": ":", "http_proxy": "http://127.0.0.1:9"}
+    proxy = "http://127.0.0.1:9"
+    offline = {"HF_HUB_OFFLINE": "1", "HTTP_PROXY": proxy, "ALL_PROXY": ":", "http_proxy": proxy}
     with serving("graph/disagg.py", log=tmp_path / "serve.log", cwd=tmp_path, env=offline, sets=FAKE) as graph:
         assert graph.client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
@@ -126,7 +131,9 @@ def test_serves_as_an_ordinary_user(tmp_path: Path) -> None:
         env = {"HOME": str(home), "HEADRACE_CACHE": "", "XDG_RUNTIME_DIR": ""}
         probe = subprocess.run([*user, GRAPH, "--help"], capture_output=True, text=True, check=False)
         assert probe.returncode == 0, probe.stderr
-        with serving("graph/disagg.py", log=tmp_path / "serve.log", preexec=user, env=env, cwd=home, sets=FAKE) as graph:
+        with serving(
+            "graph/disagg.py", log=tmp_path / "serve.log", preexec=user, env=env, cwd=home, sets=FAKE
+        ) as graph:
             assert graph.client.post("/v1/chat/completions", json=CHAT).status_code == 200
     finally:
         shutil.rmtree(home)
