@@ -1,4 +1,4 @@
-"""What a client is told of a failure between processor, router and workers."""
+"""Failures of a link as the text side sees them: may another peer try, and what is the client told."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PASSING = (NoPeer, PeerLost, DeadlineExceeded, RequestCancelled, Overloaded)
 
 
 def may_retry(error: LinkError) -> bool:
-    """Whether another worker may do what this one did not."""
+    """Whether another peer may do what this one did not."""
     return isinstance(error, _PASSING)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from frontends.balance import PeerPool
+from frontends.faults import may_retry
 from frontends.http_replies import Headers, Refusal, error_event
 from frontends.messages import HttpBody, HttpHead, HttpRequest
 from graph import Client, LinkError, NoPeer, Overloaded, Peer, PeerFault
@@ -132,7 +133,7 @@ class Exchange:
                 error = await self._attempt(request, peer)
                 if error is None:
                     return
-                if not _may_repeat(error):
+                if not may_retry(error):
                     break
             assert error is not None
             raise RefusedHere(_refusal(error))
@@ -264,17 +265,13 @@ async def send_refusal(refusal: Refusal, *, request_id: str, receive: Receive, s
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _may_repeat(error: LinkError) -> bool:
-    return error.code not in ("refused", "protocol_fault", "internal_error")
-
-
 def _refusal(error: LinkError) -> Refusal:
     """The HTTP form of a failure between ingress and processor."""
     if isinstance(error, NoPeer):
         return Refusal(503, "No processor is ready; try again.", code="no_processor", retry_after_s=1)
     if isinstance(error, Overloaded):
         return Refusal(429, "The processors are busy; try again.", code="overloaded", retry_after_s=_seconds(error))
-    if _may_repeat(error):
+    if may_retry(error):
         return Refusal(503, f"The processor was lost: {error.message}", code=error.code, retry_after_s=1)
     return Refusal(500, f"The processor failed: {error.message}", code=error.code)
 
