@@ -240,7 +240,15 @@ class Answer:
 
 @asynccontextmanager
 async def pair(
-    *, lease_ms=2_000, timeout_ms=20_000, block_sizes=(16, 16), blocks=(256, 256), step_ms=0.2, started=True, **options
+    *,
+    lease_ms=2_000,
+    timeout_ms=20_000,
+    block_sizes=(16, 16),
+    blocks=(256, 256),
+    step_ms=0.2,
+    started=True,
+    has_decode_cache=True,
+    **options,
 ):
     """A running pair. `block_sizes` and `blocks` are (prefill, decode); `options` go to both workers."""
     config = CacheTransceiverConfig(backend="memory", kv_lease_ms=lease_ms, kv_transfer_timeout_ms=timeout_ms)
@@ -253,8 +261,9 @@ async def pair(
         "max_num_batched_tokens": CHUNK,
     } | options
     decode_only = {k: both.pop(k) for k in ("max_local_prefill_length",) if k in both}
+    decode_only |= {"enable_prefix_caching": has_decode_cache}
     prefill = Prefill(DisaggOptions(block_size=block_sizes[0], num_blocks=blocks[0], **both))
-    decode = Decode(DecodeOptions(block_size=block_sizes[1], num_blocks=blocks[1], **both, **decode_only))
+    decode = Decode(DecodeOptions(block_size=block_sizes[1], num_blocks=blocks[1], **(both | decode_only)))
     made = Pair(InProcess(), prefill, decode)
     await made.start(with_prefill=started)
     try:

@@ -63,6 +63,18 @@ async def test_only_missing_blocks_are_pulled():
         assert answer.cached_tokens == 80
 
 
+async def test_tokens_that_prefill_had_cached_count_as_cached():
+    async with pair(has_decode_cache=False) as two:
+        prompt = make_prompt(96)
+        assert (await two.generate(prompt)).cached_tokens == 0
+
+        answer = await two.generate(prompt)
+
+        assert answer.tokens == oracle(prompt)
+        assert answer.cached_tokens == answer.timing.cached_tokens == 80
+        assert answer.timing.blocks_moved == 6
+
+
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
 async def test_unequal_block_sizes(sizes):
     async with pair(block_sizes=sizes) as two:
@@ -299,6 +311,33 @@ async def test_a_prefill_worker_that_dies_midway_costs_only_time():
         done = await answer
         assert done.tokens == oracle(prompt)
         assert done.timing.mode == "local"
+
+
+async def test_a_prefill_worker_that_dies_after_its_last_word_is_not_waited_for():
+    async with pair() as two:
+        two.decode.faults.is_stuck = True
+        prompt = make_prompt(64)
+        answer = asyncio.create_task(two.collect(two.open(two.request(prompt))))
+        active = two.decode._requests._puller._active
+        await until(lambda: any(a.pull.is_reading and a.pull.done for a in active.values()))
+
+        two.vanish("prefill/0")
+
+        assert (await answer).tokens == oracle(prompt)
+        assert two.engines[0]._pool.num_quarantined == 4
+        two.decode.faults.is_stuck = False
+        await until(lambda: not active and two.used_blocks()[0] == 0)
+
+
+async def test_hanging_up_is_enough_where_nothing_was_announced_and_the_release_is_lost():
+    async with pair(step_ms=50, lease_ms=60_000) as two:
+        two.prefill.loses[LeaseRelease] = 10
+        call = two.open(two.request(make_prompt(64)))
+        await until(lambda: two.prefill._prompts._prompts)
+
+        call.cancel()
+
+        await until(lambda: not two.prefill._prompts._prompts, timeout_s=1)
 
 
 async def test_duplicate_releases_and_ids_do_no_harm():
