@@ -127,9 +127,11 @@ class DecodeWorker(Component):
             await self._serving.stop()
 
     async def alive(self) -> None:
-        """Returns when the engine has computed a token."""
+        """Returns when the engine has computed a token and the transfer thread has made a turn."""
         if self._serving is not None:
             await self._serving.alive()
+        if self._exchange is not None:
+            await self._exchange.driver.alive()
 
 
 class _Walk(msgspec.Struct):
@@ -165,9 +167,10 @@ class Requests:
     def begin(self, request: GenerateRequest, stream: Stream) -> None:
         """Takes a request; raises `Refused` if it demands a remote prefill and no back end is set, here or there."""
         walk = _Walk(request)
-        is_remote = self._peers is not None and self._peers.usable(request.prefill) is not None
-        if not is_remote and request.prefill is not None and self._is_disabled(request.prefill):
+        has_peer = self._peers is not None and self._peers.usable(request.prefill) is not None
+        if not has_peer and request.prefill is not None and self._is_disabled(request.prefill):
             raise Refused(rules.DISABLED, code=rules.DISABLED_CODE)
+        is_remote = has_peer and len(request.tokens) // TOKEN_BYTES > self._options.max_local_prefill_length
         self._serving.generate(request, stream, mode="remote" if is_remote else "generate")
         self._walks[request.id] = walk
         if not is_remote:

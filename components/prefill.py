@@ -128,9 +128,11 @@ class PrefillWorker(Component):
             await self._serving.stop()
 
     async def alive(self) -> None:
-        """Returns when the engine has computed a token."""
+        """Returns when the engine has computed a token and the transfer thread has made a turn."""
         if self._serving is not None:
             await self._serving.alive()
+        if self._exchange is not None:
+            await self._exchange.driver.alive()
 
     def _handle(self, request: Any, stream: Stream) -> None:
         assert self._prompts is not None

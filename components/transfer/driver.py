@@ -94,6 +94,12 @@ class TransferDriver:
         if self._ended is not None:
             await asyncio.shield(self._ended)
 
+    async def alive(self) -> None:
+        """Returns when the thread has made a turn."""
+        turned: asyncio.Future[None] = self._loop.create_future()
+        self._submit(lambda agent: self._tell(_resolve, turned, None))
+        await turned
+
     async def connect(self, peer: RankRegion, way: Route) -> None:
         """Makes a peer's rank readable. Raises `TransferError`."""
         connected: asyncio.Future[None] = self._loop.create_future()

@@ -130,6 +130,19 @@ async def test_closing_waits_only_so_long_for_a_read_that_does_not_end():
     await source.driver.close()
 
 
+async def test_a_thread_that_hangs_is_not_alive():
+    source, target, _ = await joined()
+    await asyncio.wait_for(target.driver.alive(), 5)
+    go_on = threading.Event()
+    target.driver._submit(lambda agent: go_on.wait(5))
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(target.driver.alive(), 0.05)
+    go_on.set()
+    await target.driver.close()
+    await source.driver.close()
+
+
 async def test_a_bug_on_the_thread_surfaces_where_the_worker_waits():
     source, target, _ = await joined()
 
