@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import zmq
@@ -113,7 +114,10 @@ class ZeroMQListener:
         return self._socket.send(data, line)
 
     def close(self, linger_s: float) -> None:
-        """Closes the socket."""
+        """Closes the socket, and removes its file before a successor can make its own."""
+        scheme, _, path = self.address.partition("://")
+        if scheme == "ipc" and not path.startswith("@"):
+            Path(path).unlink(missing_ok=True)
         self._socket.close(linger_s)
 
 

@@ -45,6 +45,16 @@ def test_an_address_that_cannot_be_bound_says_why(ipc):
     ipc.run(body)
 
 
+def test_closing_leaves_no_socket_file(ipc, folder):
+    async def body():
+        server = ipc.server()
+        assert list(folder.iterdir())
+        await server.close()
+        assert not list(folder.iterdir())
+
+    ipc.run(body)
+
+
 def batch(*frames):
     """One wire message."""
     gathered = Batch()
