@@ -44,7 +44,7 @@ class ReadResult(msgspec.Struct, frozen=True):
     wire_ms: float
 
 
-class _Read(msgspec.Struct):
+class _Read(msgspec.Struct, eq=False):
     """A READ on its way."""
 
     parts: Sequence[Part]

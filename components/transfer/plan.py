@@ -54,7 +54,7 @@ class Route(msgspec.Struct, frozen=True):
         return self.source_slots is not None
 
 
-class Pieces(msgspec.Struct, frozen=True):
+class Pieces(msgspec.Struct, frozen=True, eq=False):
     """Bytes to move: `sizes[i]` bytes from `source[i]` to `target[i]`, offsets from the regions' starts.
 
     With a blockwise route each piece is a whole slot, and `blocks` names the slots on both sides.

@@ -117,6 +117,20 @@ async def test_reads_overlap():
     await target.driver.close()
 
 
+async def test_reads_may_end_in_another_order_than_they_began():
+    source, target, agent = await joined()
+    target.faults.delay_s = 0.2
+    slow = asyncio.create_task(target.read(agent, [0, 1], [0, 1]))
+    await asyncio.sleep(0.02)
+    target.faults.delay_s = 0.0
+
+    assert (await target.read(agent, [2, 3], [2, 3])).error is None
+    assert not slow.done()
+    assert (await slow).error is None
+    await source.driver.close()
+    await target.driver.close()
+
+
 async def test_closing_waits_only_so_long_for_a_read_that_does_not_end():
     source, target, agent = await joined()
     target.faults.is_stuck = True
