@@ -121,7 +121,7 @@ class _Part:
         """`tokens` and `positions` (S, Q): rows of the batch; `tables` (S, blocks); `seq_lens` (S,)."""
         device = pool.blocks.device
         layout = pool.layout
-        heads = layout.head_stop - layout.head_start
+        heads = self._heads = layout.head_stop - layout.head_start
         self.num_sequences, self.num_queries = tokens.shape
         self.num_keys = tables.shape[1] * layout.block_size
         self.tokens = torch.from_numpy(tokens.reshape(-1)).to(device)
@@ -131,19 +131,23 @@ class _Part:
         self.stale = torch.from_numpy(_stale_rows(seq_lens, self.num_keys, heads)).to(device)
         self._positions = torch.from_numpy(positions).to(device)
         self._seq_lens = seq_lens
-        self._masks: dict[int | None, torch.Tensor] = {}
+        self._biases: dict[int | None, torch.Tensor] = {}
 
-    def mask(self, sliding_window: int | None) -> torch.Tensor:
-        """Which keys each query sees: bools, (S, 1, Q, N)."""
-        if sliding_window not in self._masks:
-            self._masks[sliding_window] = self._make_mask(sliding_window)
-        return self._masks[sliding_window]
+    def bias(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """0 where a query sees a key, -inf elsewhere: (S * heads, 1, Q, N). Made once for all layers alike."""
+        if sliding_window not in self._biases:
+            self._biases[sliding_window] = self._make_bias(sliding_window, dtype)
+        return self._biases[sliding_window]
 
-    def _make_mask(self, sliding_window: int | None) -> torch.Tensor:
+    def _make_bias(self, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
         keys = torch.arange(self.num_keys, device=self._positions.device)
         queries = self._positions[:, None, :, None]
         seen = keys <= queries
-        return seen if sliding_window is None else seen & (keys > queries - sliding_window)
+        if sliding_window is not None:
+            seen &= keys > queries - sliding_window
+        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+        # Copies for decodes, a few numbers per sequence; a chunk is alone in its part and only expands.
+        return bias.expand(-1, self._heads, -1, -1).reshape(-1, 1, *bias.shape[2:])
 
 
 def _gather_decodes(batch: Batch, sequences: list[int], pool: KVPool) -> _Part:
@@ -207,54 +211,59 @@ class _SdpaStep:
         for part in self._parts:
             keys, values = self._gather(layer, part, queries.dtype)
             taken = queries.index_select(0, part.tokens)
-            # (sequences, queries, kv_heads, group, head_dim) -> (sequences, kv_heads, group, queries, head_dim)
-            grouped = taken.view(part.num_sequences, part.num_queries, self._heads, -1, self._head_dim)
-            result = _attend(grouped.permute(0, 2, 3, 1, 4), keys, values, part.mask(shape.sliding_window), shape)
+            # (S, Q, heads, group, head_dim) -> (S * heads, group, Q, head_dim)
+            split = taken.view(part.num_sequences, part.num_queries, self._heads, -1, self._head_dim)
+            grouped = split.permute(0, 2, 3, 1, 4).reshape(-1, split.shape[3], part.num_queries, self._head_dim)
+            bias = part.bias(shape.sliding_window, queries.dtype)
+            result = _attend(grouped, keys, values, bias, shape).view(
+                part.num_sequences, self._heads, *grouped.shape[1:]
+            )
             out.index_copy_(0, part.tokens, result.permute(0, 3, 1, 2, 4).reshape(taken.shape))
         return out
 
     def _gather(self, layer: int, part: _Part, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a part, each (sequences, kv_heads, keys, head_dim), stale rows zeroed."""
+        """Keys and values of a part, each (S * heads, keys, head_dim), stale rows zeroed."""
         gathered = self._rows.index_select(0, part.rows + 2 * layer).to(dtype)
         gathered.view(-1, self._head_dim).index_fill_(0, part.stale, 0)
-        keys, values = gathered.view(2, part.num_sequences, self._heads, part.num_keys, self._head_dim)
+        keys, values = gathered.view(2, part.num_sequences * self._heads, part.num_keys, self._head_dim)
         return keys, values
 
 
 def _attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, shape: Shape
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, shape: Shape
 ) -> torch.Tensor:
-    """Queries (S, H, G, Q, D) over keys and values (S, H, N, D); mask (S, 1, Q, N)."""
-    s, h, g, q, d = queries.shape
-    if q == 1 or shape.softcap is not None or shape.sinks is not None:
-        return _attend_plainly(queries.reshape(s, h, g * q, d), keys, values, mask, shape).view(s, h, g, q, d)
-    # One KV head per batch entry, its query heads as the heads: expanding is free, repeating is not.
-    spread = (s * h, g, keys.shape[2], d)
-    mask = mask.expand(s, h, q, -1).reshape(s * h, 1, q, -1)
-    out = F.scaled_dot_product_attention(
-        queries.reshape(s * h, g, q, d),
-        keys.reshape(s * h, 1, -1, d).expand(spread),
-        values.reshape(s * h, 1, -1, d).expand(spread),
-        attn_mask=mask,
+    """Queries (B, G, Q, D), keys and values (B, N, D), bias (B, 1, Q, N), where B counts KV heads of sequences."""
+    batch, group, num_queries, head_dim = queries.shape
+    if num_queries == 1 or shape.softcap is not None or shape.sinks is not None:
+        return _attend_plainly(queries, keys, values, bias, shape)
+    # The query heads of a KV head stand as the heads of one batch entry: expanding is free, repeating is not.
+    spread = (batch, group, keys.shape[1], head_dim)
+    return F.scaled_dot_product_attention(
+        queries,
+        keys.unsqueeze(1).expand(spread),
+        values.unsqueeze(1).expand(spread),
+        attn_mask=bias,
         scale=shape.scaling,
     )
-    return out.view(s, h, g, q, d)
 
 
 def _attend_plainly(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, shape: Shape
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, shape: Shape
 ) -> torch.Tensor:
-    """Queries (S, H, G * Q, D); scores are made, so that they can be capped and joined by sinks."""
-    s, h, gq, _ = queries.shape
-    q = mask.shape[2]
-    scores = torch.matmul(queries, keys.transpose(2, 3)).mul_(shape.scaling)
-    if shape.softcap is not None:
-        scores = torch.tanh(scores / shape.softcap) * shape.softcap
-    scores.view(s, h, gq // q, q, -1).masked_fill_(~mask.unsqueeze(2), float("-inf"))
-    if shape.sinks is None:
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    """The same with the scores in hand: quickest for single queries, and where they are capped or joined by sinks."""
+    batch, group, num_queries, head_dim = queries.shape
+    flat, transposed = queries.reshape(batch, group * num_queries, head_dim), keys.transpose(1, 2)
+    if num_queries == 1 and shape.softcap is None:
+        scores = torch.baddbmm(bias[:, 0], flat, transposed, alpha=shape.scaling)
     else:
-        sinks = shape.sinks.to(scores.dtype).view(1, h, gq // q, 1, 1).expand(s, h, gq // q, q, 1)
-        joined = torch.cat((scores, sinks.reshape(s, h, gq, 1)), dim=-1)
-        weights = torch.softmax(joined, dim=-1, dtype=torch.float32)[..., :-1]
-    return torch.matmul(weights.to(values.dtype), values)
+        scores = torch.bmm(flat, transposed).mul_(shape.scaling)
+        if shape.softcap is not None:
+            scores = scores.div_(shape.softcap).tanh_().mul_(shape.softcap)
+        scores.view(batch, group, num_queries, -1).add_(bias)
+    if shape.sinks is not None:
+        heads = shape.sinks.numel() // group
+        sinks = shape.sinks.to(scores.dtype).view(1, heads, group, 1, 1)
+        sinks = sinks.expand(batch // heads, -1, -1, num_queries, -1).reshape(batch, group * num_queries, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : keys.shape[1]]
+    return torch.bmm(weights.to(values.dtype), values).view(batch, group, num_queries, head_dim)

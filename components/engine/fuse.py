@@ -26,7 +26,7 @@ def fuse_layers(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     """Fuses all decoder layers in place if all are of a known class; answers whether it did."""
     body: Any = model.base_model
     layers = getattr(body, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or config.hidden_act != "silu":
+    if not isinstance(layers, nn.ModuleList) or getattr(config, "hidden_act", None) != "silu":
         return False
     if any(type(layer).__name__ not in _FUSED_CLASSES for layer in layers):
         return False
@@ -83,7 +83,8 @@ class FusedLayer(nn.Module):
         residual = hidden_states[0]
         residual = residual + self.o(self._attend(self.attention_norm(residual), position_embeddings, paged_step))
         gate, up = self.gate_up(self.mlp_norm(residual)).chunk(2, dim=-1)
-        return residual.add_(self.down(F.silu(gate).mul_(up)))[None]
+        added: torch.Tensor = residual.add_(self.down(F.silu(gate).mul_(up)))
+        return added[None]
 
     def _attend(self, normed: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], step: PagedStep) -> torch.Tensor:
         cos, sin = rotary
@@ -106,7 +107,8 @@ class RMSNorm(nn.Module):
         self.eps: float = norm.variance_epsilon
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        normed: torch.Tensor = F.rms_norm(hidden_states, self.weight.shape, self.weight, self.eps)
+        return normed
 
 
 def _norm(attention: nn.Module, name: str) -> RMSNorm | None:
@@ -159,7 +161,7 @@ def pack_weights(model: PreTrainedModel) -> None:
                 setattr(parent, name, PackedLinear(child))
             elif type(child) is nn.Embedding:
                 setattr(parent, name, WideEmbedding(child))
-    model.float()
+    model.float()  # type: ignore[no-untyped-call]
 
 
 class PackedLinear(nn.Module):

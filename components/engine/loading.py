@@ -24,6 +24,7 @@ ATTENTION = "headrace"
 
 _SAMPLE_BYTES = 1 << 16
 _DUMMY_SEED = 0
+_UNIFORM = "the KV layout needs the same KV heads and head size in every layer"
 
 
 def load_config(folder: Path) -> PretrainedConfig:
@@ -137,6 +138,11 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 def _require_uniform_heads(folder: Path, config: PretrainedConfig) -> None:
     """Refuses models whose layers do not all keep the same keys and values per token."""
+    per_layer = getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_attributes", ())
+    if varying := sorted({"num_attention_heads", "num_key_value_heads", "head_dim"}.intersection(per_layer)):
+        raise LaunchError(
+            f"model {folder} cannot be served: {', '.join(varying)} differ between its layers; {_UNIFORM}"
+        )
     reasons = [
         f"{name} is {value!r}"
         for name in ("num_key_value_heads", "head_dim", "num_attention_heads")
@@ -155,7 +161,4 @@ def _require_uniform_heads(folder: Path, config: PretrainedConfig) -> None:
     if not hasattr(config, "num_attention_heads") or not hasattr(config, "num_hidden_layers"):
         reasons.append("its configuration names no attention heads or layers")
     if reasons:
-        raise LaunchError(
-            f"model {folder} cannot be served: {'; '.join(reasons)}; the KV layout needs the same KV heads "
-            "and head size in every layer"
-        )
+        raise LaunchError(f"model {folder} cannot be served: {'; '.join(reasons)}; {_UNIFORM}")
