@@ -50,7 +50,7 @@ class TorchRunner:
         device = _resolve_device(options.device)
         report(f"resolving {options.model}")
         folder = resolve_model(options.model)
-        config = load_config(folder)
+        config = self.model_config = load_config(folder)
         dtype = resolve_dtype(options.dtype, config)
         report(f"loading {options.model}")
         self._model = load_model(folder, config, dtype, device, options.load_format)
