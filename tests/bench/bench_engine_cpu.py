@@ -82,9 +82,8 @@ class OurEngine:
                     count -= len(output.tokens)
 
     def stop(self) -> None:
-        """Ends the engine's thread and frees the model."""
+        """Ends the engine's thread, which frees the model."""
         self._engine.stop()
-        self.runner.close()
 
 
 class Transformers:
