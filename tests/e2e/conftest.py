@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness import ServedGraph, start
 from prompts import FEW, LENGTHS, Prompt, equality_prompts
 from reference import Expected, greedy_reference
+
+
+@pytest.fixture(scope="session", autouse=True)
+def run_folder() -> Iterator[Path]:
+    """A run folder of this session's own (short: socket paths are limited), apart from other graphs on the machine."""
+    folder = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +51,17 @@ def expect() -> Callable[[list[Prompt]], dict[str, Expected]]:
 def log(tmp_path: Path) -> Path:
     """Where the served graph's output goes."""
     return tmp_path / "serve.log"
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., ServedGraph]]:
+    """Starts graphs that the test ends in its own way; what is left of them at the end is killed."""
+    graphs: list[ServedGraph] = []
+
+    def begin(*args: object, **kwargs: object) -> ServedGraph:
+        graphs.append(start(*args, **kwargs))
+        return graphs[-1]
+
+    yield begin
+    for graph in graphs:
+        graph.end()

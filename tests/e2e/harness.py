@@ -106,6 +106,13 @@ class ServedGraph:
         finally:
             self.client.close()
 
+    def end(self) -> None:
+        """Whatever the state: no process, no open connection."""
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
 
 def start(
     file: str,
@@ -115,15 +122,15 @@ def start(
     cwd: Path = ROOT,
     log: Path,
     port: int | None = None,
-    preexec: Sequence[str] = (),
+    command: Sequence[str] = (GRAPH,),
 ) -> ServedGraph:
-    """Starts `graph serve FILE` on a free port; `preexec` is a command that runs it (`setpriv ...`)."""
+    """Starts `graph serve FILE` on a free port; `command` runs `graph` in some other way."""
     port = port or free_port()
     flags = [flag for name, value in sets.items() for flag in ("--set", f"{name}={_yaml(value)}")]
-    command = [*preexec, GRAPH, "serve", file, "--port", str(port), *flags, *args]
+    line = [*command, "serve", file, "--port", str(port), *flags, *args]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
+            line,
             cwd=cwd,
             env={**os.environ, **env},
             stdout=output,
@@ -144,9 +151,7 @@ def serving(file: str, *args: str, log: Path, **kwargs: Any) -> Iterator[ServedG
         assert graph.stop() == 0, graph.log_text()
         assert_gone(family)
     finally:
-        if graph.process.poll() is None:
-            graph.process.kill()
-            graph.process.wait()
+        graph.end()
 
 
 def assert_gone(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> None:
