@@ -12,6 +12,7 @@ share its gathered keys and values.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -56,16 +57,21 @@ class Attention(Protocol):
 
 
 class KVPool:
-    """A rank's KV blocks: one allocation, [block][kv_head][layer][K, V][token][head_dim].
+    """A rank's KV blocks: one allocation, [block][kv_head][layer][K, V][token][head_dim], zeros at first.
 
-    Host memory comes zeroed from the system page by page as it is first written, so a large pool
-    costs nothing at start.
+    Host memory is an anonymous mapping, whose pages appear as they are first written: a large pool
+    costs nothing at start, while `torch.zeros` would write all of it.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.blocks = torch.zeros((num_blocks, *block_shape(layout)), dtype=getattr(torch, layout.dtype), device=device)
+        shape, dtype = (num_blocks, *block_shape(layout)), getattr(torch, layout.dtype)
+        if device.type == "cpu":
+            pages = mmap.mmap(-1, num_blocks * block_bytes(layout))
+            self.blocks = torch.frombuffer(pages, dtype=dtype).view(shape)  # keeps the mapping alive
+        else:
+            self.blocks = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def region(self) -> KVRegion:
