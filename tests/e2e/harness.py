@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,8 +18,6 @@ from typing import Any
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
-
-from graph.rundir import base_dir, running_graphs
 
 ROOT = Path(__file__).parents[2]
 GRAPH = str(Path(sys.executable).parent / "graph")
@@ -35,11 +34,15 @@ def free_port() -> int:
 class ServedGraph:
     """One `graph serve` process and everything below it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], port: int, log: Path, env: Mapping[str, str], command: Sequence[str]
+    ) -> None:
         self.process = process
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self.env = {**os.environ, **env}
+        self.command = command
         self.client = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
         self.name = ""
 
@@ -51,24 +54,29 @@ class ServedGraph:
                 raise AssertionError(f"graph serve exited with {self.process.returncode}:\n{self.log_text()}")
             with contextlib.suppress(httpx.HTTPError):
                 if self.client.get("/health").json().get("status") == "ready":
-                    self.name = self.status_of_all()["graph"]
+                    self.name = self._announced_name()
                     return
             time.sleep(0.1)
         raise AssertionError(f"not ready in {timeout_s} s:\n{self.log_text()}")
 
+    def _announced_name(self) -> str:
+        """The running graph's name, from the line that says it is ready."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if found := re.search(r"^(\S+) is ready after", self.log.read_text(errors="replace"), re.MULTILINE):
+                return found[1]
+            time.sleep(0.05)
+        raise AssertionError(f"healthy, but not announced:\n{self.log_text()}")
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]
 
-    def status_of_all(self) -> dict[str, Any]:
-        """`graph status --json` of the graph that serves our port."""
-        for running in running_graphs(base_dir(os.environ)):
-            status = graph_json("status", "--json", "--graph", running.name)
-            if str(status.get("url", "")).endswith(f":{self.port}"):
-                return status
-        raise AssertionError(f"no running graph serves port {self.port}")
-
     def status(self) -> dict[str, Any]:
-        return graph_json("status", "--json", "--graph", self.name)
+        """`graph status --json`, asked as the user who serves."""
+        line = [*self.command, "status", "--json", "--graph", self.name]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=30, check=True, env=self.env)
+        parsed: dict[str, Any] = json.loads(done.stdout)
+        return parsed
 
     def pids(self, node: str) -> list[int]:
         """Process ids of the ready replicas of `node`."""
@@ -137,7 +145,7 @@ def start(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
         )
-    return ServedGraph(process, port, log)
+    return ServedGraph(process, port, log, env, command)
 
 
 @contextlib.contextmanager
@@ -162,13 +170,6 @@ def assert_gone(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> 
         alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         time.sleep(0.05)
     assert not alive, f"left behind: {[(p.pid, p.cmdline()) for p in alive]}"
-
-
-def graph_json(*args: str) -> dict[str, Any]:
-    """The parsed output of a `graph` command that prints JSON."""
-    done = subprocess.run([GRAPH, *args], capture_output=True, text=True, timeout=30, check=True)
-    parsed: dict[str, Any] = json.loads(done.stdout)
-    return parsed
 
 
 def _yaml(value: object) -> str:

@@ -155,11 +155,12 @@ def test_serves_as_an_ordinary_user(tmp_path: Path) -> None:
     home.chmod(0o777)
     try:
         shutil.copytree(resolve_model(DEFAULT_MODEL), home / "model")
-        env = {"HOME": str(home), "XDG_RUNTIME_DIR": "", "PYTHONDONTWRITEBYTECODE": "1"}
+        env = {"HOME": str(home), "XDG_RUNTIME_DIR": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
         sets = FAKE | {f"{node}.model": home / "model" for node in ("processor", "prefill", "decode")}
         log = tmp_path / "serve.log"
         with serving("graph/disagg.py", log=log, command=command, env=env, cwd=home, sets=sets) as graph:
             chat = CHAT | {"model": graph.client.get("/v1/models").json()["data"][0]["id"]}
+            assert {process.uids().real for process in graph.family()} == {65534}
             assert graph.client.post("/v1/chat/completions", json=chat).status_code == 200
     finally:
         shutil.rmtree(home)
