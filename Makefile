@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 help:  ## Show these lines.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 17
 
-install: $(INSTALLED)  ## Make .venv with everything that serving and testing need.
+install: model  ## Make .venv with everything that serving and testing need, and fetch the default model.
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys, ensurepip; assert sys.version_info >= (3, 11)' \
