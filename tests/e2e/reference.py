@@ -33,6 +33,7 @@ class Expected(msgspec.Struct, frozen=True):
 
 def greedy_reference(prompts: Iterable[Prompt], model_name: str = "smollm2-135m-instruct") -> dict[str, Expected]:
     """Runs each prompt alone; end-of-sequence tokens do not stop it."""
+    torch.set_num_threads(1)  # more threads spin while they wait for each other, which starves the graphs under test
     folder = resolve_model(model_name)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
