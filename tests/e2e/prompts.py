@@ -44,3 +44,9 @@ def equality_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[Prompt]:
     shared = tuple(ids[64:592])
     tails = [Prompt(f"shared{i}", shared + tuple(ids[700 + 50 * i : 700 + 50 * i + 5 + 11 * i])) for i in range(5)]
     return cut + tails
+
+
+def crowd() -> list[Prompt]:
+    """Sixteen prompts that fit a pool of 60 blocks together, and whose outputs do not."""
+    ids = text_ids()
+    return [Prompt(f"crowd{i}", tuple(ids[60 * i : 60 * i + 30 + i]), 48) for i in range(16)]
