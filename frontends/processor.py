@@ -32,7 +32,7 @@ class ProcessorOptions(Options, frozen=True, kw_only=True):
 
     model: Annotated[str, option("Hugging Face causal LM: folder or hub name", agrees=True)] = DEFAULT_MODEL
     served_model_name: Annotated[str | None, option("name in the API; unset: the model's")] = None
-    hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph")] = 0
+    hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph", agrees=True)] = 0
     max_model_len: Annotated[
         int | None, option("longest sequence; unset: the smallest of the workers', else the model's")
     ] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ class FakeContext:
 
     def __init__(self) -> None:
         self.boot = "boot-1"
+        self.loop = asyncio.get_running_loop()
         self.metrics = CollectorRegistry()
         self.handler: Any = None
         self.subscription: Any = None
