@@ -12,7 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
-from components.messages import GenerateRequest, Placement, PlacementRequest, TokenChunk
+from components.messages import (
+    Explanation,
+    GenerateRequest,
+    Placement,
+    PlacementQueued,
+    PlacementRequest,
+    TokenChunk,
+)
 from components.options import DEFAULT_MODEL
 from components.rules import resolve_hash_unit
 from frontends.messages import HttpBody, HttpHead, HttpRequest
@@ -43,7 +50,7 @@ class Processor(Component):
 
     Options = ProcessorOptions
     requests = Serves(HttpRequest, (HttpHead, HttpBody), required=True)
-    placement = Calls(PlacementRequest, Placement, required=False)
+    placement = Calls(PlacementRequest, (PlacementQueued, Placement, Explanation), required=False)
     tokens = Calls(GenerateRequest, TokenChunk)
 
     options: ProcessorOptions
