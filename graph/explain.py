@@ -42,16 +42,15 @@ def print_explanation(told: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     terms = list(told["workers"][0]["terms"]) if told["workers"] else []
-    table = Table(box=None, header_style="bold")
-    for name in ("", "worker", "cached", "overlap", "running", "waiting", "placed", *terms, "cost"):
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    for name in ("", "worker", "cached", "overlap", "load", *terms, "cost"):
         table.add_column(name, justify="left" if name in ("", "worker") else "right")
     for worker in told["workers"]:
         table.add_row(
             "->" if worker["worker"] in (choice.get("worker"), choice.get("prefill_worker")) else "",
             worker["worker"] + (" (full)" if worker["is_full"] else ""),
             *(str(worker[name]) for name in ("cached_blocks", "overlap_blocks")),
-            *(str(worker["load"][name]) for name in ("running", "waiting")),
-            str(worker["placed"]),
+            "{running}+{waiting}".format(**worker["load"]),
             *(f"{worker['terms'][name]:.0f}" for name in terms),
             f"{worker['cost']:.0f}",
         )
