@@ -42,7 +42,8 @@ from components.routing.index import block_keys
 from components.routing.labels import Labels, Snowflake
 from components.routing.metrics import RouterMetrics
 from components.routing.policies import POLICIES, Question
-from components.routing.workers import Workers, WorkerView
+from components.routing.view import WorkerView
+from components.routing.workers import Workers
 from graph import (
     Component,
     Context,

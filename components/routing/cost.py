@@ -10,7 +10,8 @@
 The unit is one prompt token to compute. In-flight placements count in all of them at once: in `m` because the
 blocks they will bring are expected, in `q` because those are still to be computed, in `r` because they are placed.
 A session stays with its worker because `m` is smallest there, and for no other reason. Where nothing overlaps, `m` is
-the same everywhere and the load decides.
+the same everywhere and the load decides. For one worker the cost is a line in `m`; its two numbers are made when
+something about the worker changes, so that a decision is a multiplication and an addition for each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from components.routing.workers import Role, WorkerView
+from components.routing.view import Role, WorkerView
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,21 +55,29 @@ class Terms(msgspec.Struct, frozen=True):
     displaced: float
 
 
+def standing(role: Role, queued_tokens: int, requests: int) -> float:
+    """What any request costs on a worker, whatever its prompt."""
+    weights = WEIGHTS[role]
+    return weights.queued * queued_tokens + weights.requests * requests
+
+
+def rate(role: Role, fill: float) -> float:
+    """What each missing token costs on a worker."""
+    weights = WEIGHTS[role]
+    return weights.missing + weights.displaced * fill
+
+
 def cost(worker: WorkerView, missing_tokens: int) -> float:
     """The cost of a request on a worker that lacks `missing_tokens` of its prompt."""
-    return sum(_parts(worker, missing_tokens))
+    return worker.standing + worker.rate * missing_tokens
 
 
 def terms(worker: WorkerView, missing_tokens: int) -> Terms:
     """The same, part by part."""
-    return Terms(*_parts(worker, missing_tokens))
-
-
-def _parts(worker: WorkerView, missing_tokens: int) -> tuple[float, float, float, float]:
     weights = WEIGHTS[worker.role]
-    return (
-        weights.missing * missing_tokens,
-        weights.queued * worker.queued_tokens,
-        weights.requests * worker.requests,
-        weights.displaced * worker.fill * missing_tokens,
+    return Terms(
+        missing=weights.missing * missing_tokens,
+        queued=weights.queued * worker.queued_tokens,
+        requests=weights.requests * worker.requests,
+        displaced=weights.displaced * worker.fill * missing_tokens,
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from components.messages import Placement
 from components.routing.policies import Policy, Question
-from components.routing.workers import Role, WorkerView
+from components.routing.view import Role, WorkerView
 
 GENERATING: tuple[Role, ...] = ("decode", "worker")
 

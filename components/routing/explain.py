@@ -9,7 +9,7 @@ import msgspec
 from components.messages import Explanation, Placement, WorkerCost
 from components.routing.cost import terms
 from components.routing.policies import Question
-from components.routing.workers import WorkerView
+from components.routing.view import WorkerView
 
 
 def explain(
@@ -34,7 +34,7 @@ def explain(
 
 
 def _costs(worker: WorkerView, question: Question, *, cached: int, is_full: bool) -> WorkerCost:
-    parts: dict[str, float] = msgspec.structs.asdict(terms(worker, question.missing_tokens(worker)))
+    parts: dict[str, float] = msgspec.structs.asdict(terms(worker, question.missing_tokens(worker.boot)))
     return WorkerCost(
         worker=worker.id,
         role=worker.role,

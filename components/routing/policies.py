@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from components.routing.cost import cost
-from components.routing.workers import WorkerView
+from components.routing.view import WorkerView
 
 Amount = TypeVar("Amount", float, tuple[int, int])
 
@@ -22,10 +21,9 @@ class Question(msgspec.Struct, frozen=True):
     turn: int = 0
     luck: float = 0.0
 
-    def missing_tokens(self, worker: WorkerView) -> int:
-        """Prompt tokens that the worker has to compute; the last one always."""
-        overlap = self.overlaps.get(worker.boot, 0) * self.hash_unit
-        return max(1, self.num_tokens - overlap)
+    def missing_tokens(self, boot: str) -> int:
+        """Prompt tokens that a worker has to compute; the last one always."""
+        return max(1, self.num_tokens - self.overlaps.get(boot, 0) * self.hash_unit)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -52,14 +50,15 @@ def least_busy(workers: Sequence[WorkerView], question: Question) -> Choice:
 
 
 def kv(workers: Sequence[WorkerView], question: Question) -> Choice:
-    """The one where the request costs least; among equals, any. See `cost`."""
-    costs = [cost(worker, question.missing_tokens(worker)) for worker in workers]
+    """The one where the request costs least; among equals, any. See `components.routing.cost`."""
+    missing = {boot: question.missing_tokens(boot) for boot in question.overlaps}.get
+    num_tokens = question.num_tokens  # below stands `cost.cost`, spelled out: it is made for every worker and request
+    costs = [worker.standing + worker.rate * missing(worker.boot, num_tokens) for worker in workers]
     chosen = _least(workers, costs, question.luck)
-    missing = question.missing_tokens(chosen)
     return Choice(
         chosen,
-        f"least cost {min(costs):.0f}: {missing} of {question.num_tokens} tokens to compute, "
-        f"{chosen.queued_tokens} before them, {chosen.requests} requests",
+        f"least cost {min(costs):.0f}: {question.missing_tokens(chosen.boot)} of {question.num_tokens} tokens missing, "
+        f"{chosen.queued_tokens} queued, {chosen.requests} requests",
     )
 
 

@@ -11,35 +11,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from components.messages import Load, LoadChanged, WorkerSnapshot
+from components.routing import cost
 from components.routing.blocks import Blocks
-
-Role = Literal["worker", "prefill", "decode"]
+from components.routing.view import Role, WorkerView
 
 PENDING_S = 0.5
 """How long a placement's prompt counts on its prefill worker before the worker's own reports tell."""
-
-
-class WorkerView(msgspec.Struct, frozen=True):
-    """What a policy sees of one worker.
-
-    `requests`, `queued_tokens` and `fill` join what the worker reported and what this router placed
-    since, each request once: reports lag, and a new router does not know its predecessor's placements.
-    """
-
-    id: str
-    boot: str
-    role: Role
-    load: Load = Load()
-    placed: int = 0  # live placements of this router
-    pending_tokens: int = 0  # prompt tokens placed just now, perhaps not in `load` yet
-    requests: int = 0  # that run or wait there
-    queued_tokens: int = 0  # prompt tokens to compute before anything placed now
-    fill: float = 0.0  # the part of its pool that holds blocks, of live sequences or cached
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -146,6 +128,9 @@ class Workers:
         placed, reported = self._num_live[boot], load.running + load.waiting
         # Of the tokens a worker reports as queued, those of placements here are known better: less what is cached.
         unknown_tokens = load.prefill_tokens * max(0, reported - placed) // max(1, reported)
+        requests = max(placed, reported)
+        queued_tokens = self._blocks.expected.count(boot) * self.hash_unit + unknown_tokens
+        fill = min(1.0, self._blocks.index.count(boot) / load.blocks_total) if load.blocks_total else 0.0
         self._views[id] = view = WorkerView(
             id=id,
             boot=boot,
@@ -153,9 +138,11 @@ class Workers:
             load=load,
             placed=placed,
             pending_tokens=self._pending[boot],
-            requests=max(placed, reported),
-            queued_tokens=self._blocks.expected.count(boot) * self.hash_unit + unknown_tokens,
-            fill=min(1.0, self._blocks.index.count(boot) / load.blocks_total) if load.blocks_total else 0.0,
+            requests=requests,
+            queued_tokens=queued_tokens,
+            fill=fill,
+            standing=cost.standing(known.role, queued_tokens, requests),
+            rate=cost.rate(known.role, fill),
         )
         return view
 
