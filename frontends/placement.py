@@ -69,7 +69,16 @@ class Placer:
         router = self._routers.least_busy()
         if router is None:
             raise NoPeer("no router is ready; see graph status", retry_after_s=1.0)
-        told = await self._router.call(request, peer=router.id, timeout_s=ROUTER_TIMEOUT_S)
+        answer = _Answer(asyncio.get_running_loop())
+        call = self._router.open(
+            request, peer=router.id, timeout_s=ROUTER_TIMEOUT_S, on_item=answer.on_item, on_end=answer.on_end
+        )
+        try:
+            told = await answer.wait(ROUTER_TIMEOUT_S)
+        except TimeoutError:
+            raise NoPeer(f"{router.id} does not answer", retry_after_s=1.0) from None
+        finally:
+            call.cancel()
         if not isinstance(told, Explanation):
             raise Refused(f"{router.id} does not explain its placements", code="not_explained")
         return told
@@ -87,7 +96,8 @@ class Placer:
             call = self._router.open(
                 request, peer=router.id, timeout_s=_WHOLE_LIFE_S, on_item=answer.on_item, on_end=answer.on_end
             )
-            placement = await answer.wait(ROUTER_TIMEOUT_S)
+            told = await answer.wait(ROUTER_TIMEOUT_S)
+            placement = told if isinstance(told, Placement) else None
         except (Refused, Overloaded):
             raise
         except TimeoutError:
@@ -101,28 +111,29 @@ class Placer:
 
 
 class _Answer:
-    """What a router says to one request: perhaps that it waits, then a placement or an error."""
+    """What a router says to one request: perhaps that it waits, then its answer or an error."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._placement: asyncio.Future[Placement] = loop.create_future()
+        self._told: asyncio.Future[Placement | Explanation] = loop.create_future()
         self._loop = loop
         self._timeout: asyncio.Timeout | None = None
 
-    async def wait(self, timeout_s: float) -> Placement:
-        """The placement. Raises `TimeoutError` if the router is silent for so long, or longer than it said."""
+    async def wait(self, timeout_s: float) -> Placement | Explanation:
+        """The answer. Raises `TimeoutError` if the router is silent for so long, or longer than it said."""
         async with asyncio.timeout(timeout_s) as self._timeout:
-            return await self._placement
+            return await self._told
 
-    def on_item(self, item: Placement | PlacementQueued) -> None:
+    def on_item(self, item: Placement | Explanation | PlacementQueued) -> None:
         """The call's reply."""
-        if self._placement.done():
+        if self._told.done():
             return
-        if isinstance(item, Placement):
-            self._placement.set_result(item)
+        if not isinstance(item, PlacementQueued):
+            self._told.set_result(item)
         elif self._timeout is not None:
             self._timeout.reschedule(self._loop.time() + item.max_wait_s + ROUTER_TIMEOUT_S)
 
     def on_end(self, error: LinkError | None) -> None:
         """The call's end."""
-        if not self._placement.done():
-            self._placement.set_exception(error or NoPeer("the router gave no placement"))
+        if not self._told.done():
+            self._told.set_exception(error or NoPeer("the router gave no answer"))
+            self._told.exception()  # looked at, also when nobody waits any more
