@@ -157,15 +157,13 @@ class BlockIndex:
         start, total = 0, len(keys)
         while start < total and (run := self._run_of.get(keys[start])) is not None:
             common = run.common(keys, start)
-            going = 0
+            reached = start + common
             for worker, held in run.held.items():
-                if start and depths.get(worker) != start:
-                    continue  # it stopped before
-                depths[worker] = start + min(held, common)
-                going += held >= common
-            if not going or not common:
+                if not start or depths.get(worker) == start:  # else it stopped before
+                    depths[worker] = reached if held >= common else start + held
+            start = reached
+            if not common or start not in depths.values():
                 break
-            start += common
         return depths
 
     def keys_of(self, worker: str) -> set[int]:

@@ -51,8 +51,9 @@ def least_busy(workers: Sequence[WorkerView], question: Question) -> Choice:
 
 def kv(workers: Sequence[WorkerView], question: Question) -> Choice:
     """The one where the request costs least; among equals, any. See `components.routing.cost`."""
-    missing = {boot: question.missing_tokens(boot) for boot in question.overlaps}.get
-    num_tokens = question.num_tokens  # below stands `cost.cost`, spelled out: it is made for every worker and request
+    num_tokens, unit = question.num_tokens, question.hash_unit
+    missing = {boot: max(1, num_tokens - depth * unit) for boot, depth in question.overlaps.items()}.get
+    # `cost.cost`, spelled out: this is done for every worker and every request.
     costs = [worker.standing + worker.rate * missing(worker.boot, num_tokens) for worker in workers]
     chosen = _least(workers, costs, question.luck)
     return Choice(
@@ -67,6 +68,8 @@ POLICIES: dict[str, Policy] = {"round_robin": round_robin, "least_busy": least_b
 
 def _least(workers: Sequence[WorkerView], amounts: Sequence[Amount], luck: float) -> WorkerView:
     least = min(amounts)
+    if amounts.count(least) == 1:
+        return workers[amounts.index(least)]
     equals = [worker for worker, amount in zip(workers, amounts, strict=True) if amount == least]
     return equals[int(luck * len(equals))]
 
