@@ -250,14 +250,15 @@ class Router(Component):
     def _admit(self) -> None:
         """Places those who wait, in order, as long as there is room."""
         while (waiting := self._queue.first) is not None:
+            self._queue.pop()
             try:
                 if not self._place(waiting):
+                    self._queue.put_back(waiting)
                     return
             except LinkError as error:
-                self._fail(self._queue.pop(), error)
-                continue
-            self._queue.pop()
-            self._metrics.wait.observe(self._loop.time() - waiting.deadline_s + self.options.max_wait_s)
+                self._fail(waiting, error)
+            else:
+                self._metrics.wait.observe(self._loop.time() - waiting.deadline_s + self.options.max_wait_s)
 
     def _shed(self, waiting: Waiting, reason: str) -> None:
         self._metrics.shed.labels(reason).inc()

@@ -71,6 +71,10 @@ class AdmissionQueue:
         """Takes out the first one."""
         return self._waiting.pop(0)
 
+    def put_back(self, waiting: Waiting) -> None:
+        """The first one still has to wait."""
+        self._waiting.insert(0, waiting)
+
     def remove(self, waiting: Waiting) -> bool:
         """Takes one out whose processor left; False if it does not wait any more."""
         if all(other is not waiting for other in self._waiting):
