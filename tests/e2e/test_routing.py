@@ -104,6 +104,20 @@ def test_a_shared_prompt_stays_on_one_worker_while_nobody_is_busy(agg: ServedGra
     assert all(told.cached_tokens >= 1_488 for told in answers[1:])
 
 
+@pytest.mark.soak
+def test_gathering_on_a_shared_prompt_costs_no_throughput(log: Path) -> None:
+    system = make_ids(1_000, 1_500)
+    requests = [Ask((*system, *make_ids(2_000 + i, 20)), max_tokens=64) for i in range(400)]
+    took_s = {}
+    for policy in ("round_robin", "kv"):
+        with serving("graph/agg.py", log=log, sets={**AGG, "router.policy": policy}) as graph:
+            ask_all(graph.url, requests[:8], at_once=8)
+            began_s = time.monotonic()
+            assert {told.status for told in ask_all(graph.url, requests, at_once=64)} == {200}
+            took_s[policy] = time.monotonic() - began_s
+    assert took_s["kv"] <= took_s["round_robin"] / 0.8
+
+
 # --- R04
 
 
@@ -137,6 +151,18 @@ def test_a_session_returns_to_its_cache(num_sessions: int, num_turns: int, is_ch
     assert sum(told.worker == last for told, last in later) >= 0.8 * len(later)
     assert agg.metric("headrace_overlap_actual_tokens_total") > before
     assert all(abs(told.predicted_tokens - told.cached_tokens) <= 16 for told, _ in later)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completions"])
+def test_a_session_returns_to_its_prefill_worker(is_chat: bool, log: Path) -> None:
+    with serving("graph/disagg.py", log=log, sets={**DISAGG, "decode.replicas": 1}) as graph:
+        sessions = asyncio.run(talk(graph.url, 20, 6, is_chat=is_chat))
+        later = [(told, turns[index].prefill) for turns in sessions for index, told in enumerate(turns[1:])]
+        assert sum(told.cached_tokens > 0 for told, _ in later) >= 0.9 * len(later)
+        remote = [(told, last) for told, last in later if told.prefill is not None and last is not None]
+        assert sum(told.prefill == last for told, last in remote) >= 0.8 * len(remote)
+        assert graph.metric("headrace_overlap_actual_tokens_total") > 0
 
 
 # --- explanations
