@@ -38,8 +38,11 @@ check: $(INSTALLED)  ## Lint, format and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: model  ## Measure throughput on this machine.
+bench: model  ## Measure throughput and routing on this machine.
 	$(BIN)/python tests/bench/bench_serve.py $(ARGS)
+	$(BIN)/python tests/bench/bench_router.py --blocks 200000 --decisions 5000 --seconds 1
+	$(BIN)/python tests/bench/bench_sim.py --kind conversations --requests 300
+	$(BIN)/python tests/bench/bench_routing.py --quick
 
 soak: model  ## Run the full matrices; takes long.
 	$(BIN)/python -m pytest -m soak $(ARGS)

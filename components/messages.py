@@ -144,6 +144,13 @@ class PlacementRequest(Message, frozen=True, array_like=True, tag=True):
     priority: int = 0
     disagg_request_id: int | None = None  # a client's label, to be unique among live requests
     exclude: tuple[str, ...] = ()  # replicas that just failed this request, by boot (or id, for all their lives)
+    is_explained: bool = False  # answered by an `Explanation`; nothing is placed
+
+
+class PlacementQueued(Message, frozen=True, array_like=True, tag=True):
+    """Router to processor, before the placement: every worker is full, the answer comes within `max_wait_s`."""
+
+    max_wait_s: float
 
 
 class Placement(Message, frozen=True, array_like=True, tag=True):
@@ -155,6 +162,39 @@ class Placement(Message, frozen=True, array_like=True, tag=True):
     overlap_blocks: int = 0  # hash units expected in the worker's cache
     prefill_overlap_blocks: int = 0
     reason: str = ""
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """How busy a worker is."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0  # by live sequences; blocks that only the prefix cache holds are free
+    blocks_total: int = 0
+    prefill_tokens: int = 0  # queued or being computed
+
+
+class WorkerCost(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker would cost a request, in prompt tokens to compute; see `components.routing.cost`."""
+
+    worker: str
+    role: Literal["worker", "prefill", "decode"]
+    load: Load
+    placed: int  # live placements of this router
+    cached_blocks: int  # hash units of the prompt in its cache now
+    overlap_blocks: int  # and those it will hold when it gets to the prompt
+    is_full: bool
+    cost: float
+    terms: dict[str, float]
+
+
+class Explanation(Message, frozen=True, array_like=True, tag=True):
+    """Router to processor: how a request would be placed now. `placement` is None while it would have to wait."""
+
+    policy: str
+    hash_unit: int
+    placement: Placement | None
+    workers: tuple[WorkerCost, ...]
 
 
 class KVLayout(msgspec.Struct, frozen=True, array_like=True):
@@ -264,16 +304,6 @@ class LeaseState(Message, frozen=True, array_like=True, tag=True):
     held: bool
 
 
-class Load(msgspec.Struct, frozen=True, array_like=True):
-    """How busy a worker is."""
-
-    running: int = 0
-    waiting: int = 0
-    blocks_used: int = 0  # by live sequences; blocks that only the prefix cache holds are free
-    blocks_total: int = 0
-    prefill_tokens: int = 0  # queued or being computed
-
-
 class BlocksStored(Message, frozen=True, array_like=True, tag=True):
     """These hash units can be matched now; `parent` is the hash before the first one (empty at the root)."""
 
@@ -304,6 +334,7 @@ class WorkerSnapshot(Message, frozen=True, array_like=True, tag=True):
     hash_unit: int  # tokens per hash
     load: Load
     hashes: bytes = b""
+    parents: bytes = b""  # the hash before each of `hashes`
 
 
 PREFILL_REQUESTS = (PrefillRequest, PrefillPoll, LeaseRenew, LeaseRelease, KVHandshake)

@@ -46,7 +46,7 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     dtype: Annotated[str, option("auto (the model's), float32, bfloat16, float16", agrees=True)] = "auto"
     attention: Annotated[Literal["auto", "sdpa"], option("attention back end")] = "auto"
     block_size: Annotated[int, option("tokens in a KV block")] = 16
-    hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph")] = 0
+    hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph", agrees=True)] = 0
     num_blocks: Annotated[int | None, option("KV blocks in the pool; unset: from `kv_memory_mb`")] = None
     kv_memory_mb: Annotated[int | None, option("memory of the KV pool; unset: from the device")] = None
     gpu_memory_utilization: Annotated[float, option("share of the free GPU memory the pool takes")] = 0.9

@@ -36,6 +36,7 @@ from components.options import WorkerOptions
 from graph import Context, Message, Publishes, Refused, Stream
 
 _CANARY_PRIORITY = 1 << 30
+_NO_PARENT = bytes(BLOCK_HASH_BYTES)
 
 
 class Watcher(Protocol):
@@ -71,7 +72,7 @@ class Serving:
         self._idle = asyncio.Event()
         self._idle.set()
         self._load = Load()
-        self._hashes: dict[bytes, None] = {}  # what the events told so far
+        self._parents: dict[bytes, bytes] = {}  # what the events told so far: hash -> the one before it
         self._canaries: dict[str, asyncio.Future[Output]] = {}
         self._canary_numbers = count()
         self._has_engine = False
@@ -228,15 +229,17 @@ class Serving:
     def _remember(self, event: Message) -> None:
         match event:
             case BlocksStored():
-                self._hashes.update(dict.fromkeys(_split(event.hashes)))
+                units = _split(event.hashes)
+                self._parents.update(zip(units, (event.parent or _NO_PARENT, *units[:-1]), strict=True))
             case BlocksRemoved():
                 for unit in _split(event.hashes):
-                    self._hashes.pop(unit, None)
+                    self._parents.pop(unit, None)
             case BlocksCleared():
-                self._hashes.clear()
+                self._parents.clear()
 
     def _snapshot(self) -> WorkerSnapshot:
-        return WorkerSnapshot(self._role, self._hash_unit, self._load, b"".join(self._hashes))
+        hashes, parents = b"".join(self._parents), b"".join(self._parents.values())
+        return WorkerSnapshot(self._role, self._hash_unit, self._load, hashes, parents)
 
     async def _fail(self, error: Exception) -> None:
         raise error

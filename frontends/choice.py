@@ -45,6 +45,7 @@ class Walk(msgspec.Struct):
     worker: str = ""
     prefill: str | None = None
     overlap_blocks: int = 0
+    predicted_tokens: int = 0  # that the router expected to be cached
     reason: str = ""
     place_ms: float = 0.0
     first_token_ms: float = 0.0

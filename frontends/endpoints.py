@@ -32,10 +32,11 @@ from frontends.text.requests import (
     parse_chat,
     parse_completion,
     parse_detokenize,
+    parse_prompted,
     parse_tokenize,
 )
-from frontends.walk import told_walk
-from graph import LinkError
+from frontends.walk import told_explanation, told_walk
+from graph import LinkError, NoPeer
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Endpoints:
             "/v1/completions": ("POST", self._completion),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
+            "/router/explain": ("POST", self._explain),
             "/v1/models": ("GET", self._list_models),
         }
 
@@ -232,6 +234,19 @@ class Endpoints:
         request = await _made(parse_detokenize, http.body, size=len(http.body))
         self._check_model(request.model)
         reply.json({"prompt": await _made(request.text, self._model, size=len(http.body))})
+
+    async def _explain(self, http: HttpRequest, reply: HttpReply) -> None:
+        request = await _made(parse_prompted, http.body, size=len(http.body))
+        self._check_model(request.model)
+        prompts = await _made(request.prompts, self._model, size=len(http.body))
+        if len(prompts) != 1:
+            raise ApiError(400, "One prompt is explained at a time.", param=request.prompt_param)
+        choices = self._choices(request, await self._encode(prompts, request.add_special_tokens))
+        try:
+            explanation = await self._generator.explain(choices[0])
+        except NoPeer as error:
+            raise ApiError(503, error.message, type="server_error", code="no_router", retry_after_s=1.0) from None
+        reply.json(told_explanation(explanation, choices[0].plan.num_prompt_tokens))
 
     async def _list_models(self, http: HttpRequest, reply: HttpReply) -> None:
         reply.json({"object": "list", "data": [self._card]})

@@ -10,6 +10,7 @@ _REFUSED_STATUS = {
     "context_length_exceeded": 400,
     "invalid_request": 400,
     "disaggregation_disabled": 501,
+    "not_explained": 501,
 }
 _PASSING = (NoPeer, PeerLost, DeadlineExceeded, RequestCancelled, Overloaded)
 

@@ -23,7 +23,9 @@ from graph import Client, Context
 _log = logging.getLogger(__name__)
 
 OWN_ROUTES = ("/live", "/health", "/metrics")
-API_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize")
+API_ROUTES = (
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/router/explain",
+)  # fmt: skip
 METRICS_TIMEOUT_S = 2.0
 CLIENT_CLOSED_REQUEST = 499  # as nginx counts a client that left before any status
 

@@ -18,7 +18,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from components.messages import GenerateRequest, Placement, PlacementRequest, TokenChunk, pack_ids
+import msgspec
+
+from components.messages import Explanation, GenerateRequest, Placement, PlacementRequest, TokenChunk, pack_ids
 from frontends.choice import Choice, Delta
 from frontends.faults import may_retry
 from frontends.placement import Placer
@@ -88,6 +90,11 @@ class Generator:
                     group.create_task(self._run(choice, sink))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
+
+    async def explain(self, choice: Choice) -> Explanation:
+        """How the choice would be placed now; nothing is placed."""
+        request = self._placement_request(choice, _Failures())
+        return await self._placer.explain(msgspec.structs.replace(request, is_explained=True))
 
     async def _run(self, choice: Choice, sink: Sink) -> None:
         failed = _Failures()
@@ -179,4 +186,6 @@ class Generator:
         walk = choice.walk
         walk.worker, walk.prefill = placement.worker, placement.prefill
         walk.overlap_blocks, walk.reason = placement.overlap_blocks, placement.reason
+        num_tokens = choice.plan.num_prompt_tokens + len(choice.output)
+        walk.predicted_tokens = self._placer.predicted_tokens(placement, num_tokens)
         walk.place_ms += (time.monotonic() - started) * 1e3

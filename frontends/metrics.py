@@ -12,6 +12,7 @@ from frontends.generate import Sink
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _BETWEEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = (0, 16, 64, 256, 1_024, 4_096, 16_384)
 
 
 class ProcessorMetrics:
@@ -25,6 +26,24 @@ class ProcessorMetrics:
         self.e2e = Histogram("headrace_e2e_seconds", "Time of a whole request", registry=registry, buckets=_WHOLE)
         self.prompt_tokens = Counter("headrace_prompt_tokens", "Prompt tokens taken", registry=registry)
         self.cached_tokens = Counter("headrace_cached_tokens", "Prompt tokens nobody computed", registry=registry)
+        self.predicted_overlap = Counter(
+            "headrace_overlap_predicted_tokens",
+            "Prompt tokens that the router expected to be cached",
+            ["worker"],
+            registry=registry,
+        )
+        self.actual_overlap = Counter(
+            "headrace_overlap_actual_tokens",
+            "Prompt tokens that were cached, of the same choices",
+            ["worker"],
+            registry=registry,
+        )
+        self.overlap_error = Histogram(
+            "headrace_overlap_error_tokens",
+            "Difference of predicted and actual overlap of a choice",
+            registry=registry,
+            buckets=_TOKENS,
+        )
         self.generation_tokens = Counter("headrace_generation_tokens", "Tokens generated", registry=registry)
         self.replacements = Counter("headrace_replacements", "Choices given to another worker", registry=registry)
         self.finished = Counter("headrace_finished_choices", "Choices by reason", ["reason"], registry=registry)
@@ -72,7 +91,17 @@ class Meter:
 
     def _first(self, choice: Choice, now: float) -> None:
         choice.walk.first_token_ms = (now - self._started) * 1e3
+        self._compare(choice)
         if not self._last:
             self._metrics.ttft.observe(now - self._started)
             self._metrics.queue.dec()
             self._metrics.running.inc()
+
+    def _compare(self, choice: Choice) -> None:
+        """Holds the router's expectation against what its worker, the first one, had."""
+        walk, actual = choice.walk, choice.cached_tokens
+        if walk.attempts != 1 or actual is None:
+            return
+        self._metrics.predicted_overlap.labels(walk.worker).inc(walk.predicted_tokens)
+        self._metrics.actual_overlap.labels(walk.worker).inc(actual)
+        self._metrics.overlap_error.observe(abs(walk.predicted_tokens - actual))

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
-from components.messages import GenerateRequest, Placement, PlacementRequest, TokenChunk
+from components.messages import (
+    Explanation,
+    GenerateRequest,
+    Placement,
+    PlacementQueued,
+    PlacementRequest,
+    TokenChunk,
+)
 from components.options import DEFAULT_MODEL
 from components.rules import resolve_hash_unit
 from frontends.messages import HttpBody, HttpHead, HttpRequest
@@ -32,7 +39,7 @@ class ProcessorOptions(Options, frozen=True, kw_only=True):
 
     model: Annotated[str, option("Hugging Face causal LM: folder or hub name", agrees=True)] = DEFAULT_MODEL
     served_model_name: Annotated[str | None, option("name in the API; unset: the model's")] = None
-    hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph")] = 0
+    hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph", agrees=True)] = 0
     max_model_len: Annotated[
         int | None, option("longest sequence; unset: the smallest of the workers', else the model's")
     ] = None
@@ -43,7 +50,7 @@ class Processor(Component):
 
     Options = ProcessorOptions
     requests = Serves(HttpRequest, (HttpHead, HttpBody), required=True)
-    placement = Calls(PlacementRequest, Placement, required=False)
+    placement = Calls(PlacementRequest, (PlacementQueued, Placement, Explanation), required=False)
     tokens = Calls(GenerateRequest, TokenChunk)
 
     options: ProcessorOptions

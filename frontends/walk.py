@@ -1,11 +1,13 @@
-"""The reply's `headrace` object: the walk of a request, told to whoever asks for it."""
+"""What is told to whoever asks: the walk of a request, and how a router would place one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from components.messages import Timing
+import msgspec
+
+from components.messages import Explanation, Timing, WorkerCost
 from frontends.choice import Choice
 
 _STEPS = ("queue", "prefill", "transfer_wait", "transfer_post", "transfer_wire", "first_token", "decode")
@@ -17,6 +19,36 @@ def told_walk(choices: Sequence[Choice], *, processor: str, tokenize_ms: float) 
     if len(choices) > 1:
         walk["choices"] = [{"index": c.plan.index, **_walk_of(c, processor, tokenize_ms)} for c in choices]
     return walk
+
+
+def told_explanation(explanation: Explanation, num_tokens: int) -> dict[str, Any]:
+    """The reply to /router/explain. `choice` is null while the request would have to wait, or nobody can serve it."""
+    unit, placement = explanation.hash_unit, explanation.placement
+    choice = None
+    if placement is not None:
+        choice = {
+            "worker": placement.worker,
+            "prefill_worker": placement.prefill,
+            "overlap_blocks": placement.overlap_blocks,
+            "prefill_overlap_blocks": placement.prefill_overlap_blocks,
+            "reason": placement.reason,
+        }
+    return {
+        "policy": explanation.policy,
+        "prompt_tokens": num_tokens,
+        "prompt_blocks": num_tokens // unit if unit else 0,
+        "tokens_per_block": unit,
+        "choice": choice,
+        "workers": [_cost_of(worker) for worker in explanation.workers],
+    }
+
+
+def _cost_of(worker: WorkerCost) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.structs.asdict(worker)
+    told["load"] = msgspec.structs.asdict(worker.load)
+    told["cost"] = round(worker.cost, 1)
+    told["terms"] = {name: round(value, 1) for name, value in worker.terms.items()}
+    return told
 
 
 def _walk_of(choice: Choice, processor: str, tokenize_ms: float) -> dict[str, Any]:
@@ -33,6 +65,7 @@ def _walk_of(choice: Choice, processor: str, tokenize_ms: float) -> dict[str, An
         "placement_reason": known.reason,
         "attempts": known.attempts,
         "cached_tokens": choice.cached_tokens or 0,
+        "predicted_tokens": known.predicted_tokens,
         "overlap_blocks": known.overlap_blocks,
     }
     if timing is not None:

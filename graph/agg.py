@@ -6,7 +6,7 @@ from graph import Graph, Node
 
 frontend = Node(OpenAIFrontend, port=8000)
 processor = Node(Processor)
-router = Node(Router)
+router = Node(Router, policy="kv")
 worker = Node(Worker, gpus=1)
 
 graph = Graph(

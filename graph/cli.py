@@ -1,4 +1,4 @@
-"""The command line: `graph check | show | serve | status | scale | restart | drain | logs | stop`.
+"""The command line: `graph check | show | serve | status | scale | restart | drain | explain | logs | stop`.
 
 Only the words of the commands are here. What they do is imported when one runs, so that
 `graph --help` answers at once. Exit codes: 0 done, 1 failed, 2 called wrongly.
@@ -126,6 +126,17 @@ def drain(target: str, graph: str | None) -> int:
     from graph import commands
 
     return commands.drain(graph, target)
+
+
+@cli.command()
+@click.option("-m", "--message", required=True, metavar="TEXT", help="What a user would say.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@_running
+def explain(message: str, as_json: bool, graph: str | None) -> int:
+    """Tell where a message would go, and why there."""
+    from graph import commands
+
+    return commands.explain(graph, message, as_json)
 
 
 @cli.command()

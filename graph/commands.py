@@ -99,6 +99,24 @@ def drain(graph: str | None, target: str) -> int:
     return _talk(graph, _command(Drain(target)))
 
 
+def explain(graph: str | None, message: str, as_json: bool) -> int:
+    """Prints where a message would go now, and why there."""
+    from graph.explain import ask, print_explanation
+
+    async def show(client: Client) -> int:
+        url = (await _status(client)).url
+        if url is None:
+            return _fail("this graph has no HTTP address to ask")
+        told = await asyncio.to_thread(ask, url, message)
+        if as_json:
+            click.echo(msgspec.json.encode(told).decode())
+        else:
+            print_explanation(told, Console())
+        return 0
+
+    return _talk(graph, show)
+
+
 def logs(graph: str | None, target: str | None, follow: bool) -> int:
     """Prints the logs of a replica, a node or all; with `follow`, what is added to them as well."""
     try:

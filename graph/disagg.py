@@ -8,7 +8,7 @@ transceiver = {"backend": "NIXL"}
 
 frontend = Node(OpenAIFrontend, port=8000)
 processor = Node(Processor)
-router = Node(Router)
+router = Node(Router, policy="kv")
 prefill = Node(PrefillWorker, gpus=1, cache_transceiver_config=transceiver)
 decode = Node(DecodeWorker, gpus=1, cache_transceiver_config=transceiver)
 

@@ -1,25 +1,29 @@
-"""Policies: which of several workers serves a request. Pure functions over what is known of them.
-
-A policy that looks at block hashes finds them in the question; what it needs to know of each worker
-beyond its load becomes a field of `WorkerView`.
-"""
+"""Policies: which of several workers serves a request. Pure functions over what is known of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
-from components.routing.workers import WorkerView
+from components.routing.view import WorkerView
+
+Amount = TypeVar("Amount", float, tuple[int, int])
 
 
 class Question(msgspec.Struct, frozen=True):
     """One request to place. `turn` counts the router's requests, `luck` in [0, 1) breaks ties."""
 
     num_tokens: int
-    hashes: bytes = b""
+    hash_unit: int = 16
+    overlaps: Mapping[str, int] = {}  # hash units of the prompt that a worker (by boot) will hold
     turn: int = 0
     luck: float = 0.0
+
+    def missing_tokens(self, boot: str) -> int:
+        """Prompt tokens that a worker has to compute; the last one always."""
+        return max(1, self.num_tokens - self.overlaps.get(boot, 0) * self.hash_unit)
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -27,7 +31,6 @@ class Choice(msgspec.Struct, frozen=True):
 
     worker: WorkerView
     reason: str
-    overlap_blocks: int = 0
 
 
 Policy = Callable[[Sequence[WorkerView], Question], Choice]
@@ -42,14 +45,33 @@ def round_robin(workers: Sequence[WorkerView], question: Question) -> Choice:
 
 def least_busy(workers: Sequence[WorkerView], question: Question) -> Choice:
     """The one with the least to do; among equals, any."""
-    busy = [_busy(worker) for worker in workers]
-    least = min(busy)
-    idle = [worker for worker, amount in zip(workers, busy, strict=True) if amount == least]
-    chosen = idle[int(question.luck * len(idle))]
+    chosen = _least(workers, [_busy(worker) for worker in workers], question.luck)
     return Choice(chosen, _spell(chosen))
 
 
-POLICIES: dict[str, Policy] = {"round_robin": round_robin, "least_busy": least_busy}
+def kv(workers: Sequence[WorkerView], question: Question) -> Choice:
+    """The one where the request costs least; among equals, any. See `components.routing.cost`."""
+    num_tokens, unit = question.num_tokens, question.hash_unit
+    missing = {boot: max(1, num_tokens - depth * unit) for boot, depth in question.overlaps.items()}.get
+    # `cost.cost`, spelled out: this is done for every worker and every request.
+    costs = [worker.standing + worker.rate * missing(worker.boot, num_tokens) for worker in workers]
+    chosen = _least(workers, costs, question.luck)
+    return Choice(
+        chosen,
+        f"least cost {min(costs):.0f}: {question.missing_tokens(chosen.boot)} of {question.num_tokens} tokens missing, "
+        f"{chosen.queued_tokens} queued, {chosen.requests} requests",
+    )
+
+
+POLICIES: dict[str, Policy] = {"round_robin": round_robin, "least_busy": least_busy, "kv": kv}
+
+
+def _least(workers: Sequence[WorkerView], amounts: Sequence[Amount], luck: float) -> WorkerView:
+    least = min(amounts)
+    if amounts.count(least) == 1:
+        return workers[amounts.index(least)]
+    equals = [worker for worker, amount in zip(workers, amounts, strict=True) if amount == least]
+    return equals[int(luck * len(equals))]
 
 
 def _busy(worker: WorkerView) -> tuple[int, int]:

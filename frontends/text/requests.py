@@ -180,6 +180,11 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return validate(CompletionRequest, value)
 
 
+def parse_prompted(body: bytes) -> ChatRequest | CompletionRequest:
+    """The body of a chat if it has messages, else of a completion. Raises `ApiError` 400 naming the field."""
+    return parse_chat(body) if json_object(body).get("messages") is not None else parse_completion(body)
+
+
 def parse_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
     """The body of a tokenization, of a chat if it has messages. Raises `ApiError` 400 naming the field."""
     value = json_object(body)

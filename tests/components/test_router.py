@@ -2,81 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-from prometheus_client import CollectorRegistry
+from router_bench import Bench
 
-from components.messages import BlocksCleared, Load, LoadChanged, Placement, PlacementRequest, WorkerSnapshot
-from components.router import Router, RouterOptions
-from graph import Message, NoPeer, Peer, Refused
-
-
-class FakeStream:
-    """Keeps what the router sends; `close` is the caller's going away."""
-
-    def __init__(self, number: int) -> None:
-        self.id = f"stream-{number}"
-        self.peer = "processor/0"
-        self.is_closed = False
-        self.sent: list[Message] = []
-        self._callbacks: list[Callable[[], None]] = []
-
-    def send(self, item: Message) -> None:
-        self.sent.append(item)
-
-    def on_cancel(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
-
-    def close(self) -> None:
-        for callback in self._callbacks:
-            callback()
-
-
-class FakeContext:
-    """Hands over the router's handler and subscription."""
-
-    def __init__(self) -> None:
-        self.boot = "boot-1"
-        self.metrics = CollectorRegistry()
-        self.handler: Any = None
-        self.subscription: Any = None
-
-    def serve(self, port: object, handler: Any) -> None:
-        self.handler = handler
-
-    def subscribe(self, port: object, subscription: Any) -> None:
-        self.subscription = subscription
-
-
-class Bench:
-    """A started router, with helpers that read like the traffic."""
-
-    def __init__(self) -> None:
-        self.context = FakeContext()
-        self._streams = 0
-
-    async def start(self, policy: Any = "least_busy") -> Bench:
-        await Router(RouterOptions(policy=policy)).start(self.context)  # type: ignore[arg-type]
-        return self
-
-    def worker(self, id: str, role: Any = "worker", *, boot: str = "b1", load: Load | None = None) -> Peer:
-        peer = Peer(id, f"{id}-{boot}", "ipc://")
-        self.context.subscription.on_snapshot(peer, WorkerSnapshot(role, 16, load or Load()))
-        return peer
-
-    def ask(self, id: str = "r", **fields: Any) -> tuple[Placement, FakeStream]:
-        self._streams += 1
-        stream = FakeStream(self._streams)
-        fields = {"hashes": b"", "num_tokens": 10, "max_tokens": 5} | fields
-        self.context.handler(PlacementRequest(id=id, **fields), stream)
-        [placement] = stream.sent
-        assert isinstance(placement, Placement)
-        return placement, stream
-
-    def metric(self, name: str, **labels: str) -> float | None:
-        return self.context.metrics.get_sample_value(name, labels)
+from components.messages import BlocksCleared, Load, LoadChanged
+from graph import NoPeer, Peer, Refused
 
 
 async def test_without_workers_a_request_is_told_to_come_back() -> None:

@@ -81,10 +81,12 @@ class Mirror:
 
     def __init__(self) -> None:
         self.hashes: set[bytes] = set()
+        self.parents: dict[bytes, bytes] = {}  # of the last snapshot
         self.load = Load()
 
     def on_snapshot(self, peer: Peer, snapshot: WorkerSnapshot) -> None:
         self.hashes, self.load = set(split(snapshot.hashes)), snapshot.load
+        self.parents = dict(zip(split(snapshot.hashes), split(snapshot.parents), strict=True))
 
     def on_event(self, peer: Peer, event: Any) -> None:
         match event:
@@ -244,6 +246,17 @@ def test_events_tell_the_cache_and_the_load_from_any_moment_on() -> None:
         await until(lambda: mirror.hashes >= set(longer[:10]) and mirror.load == Load(blocks_total=64))
 
     play(act, hash_unit=8)
+
+
+def test_a_snapshot_tells_the_hash_before_each() -> None:
+    async def act(scene: Scene) -> None:
+        await scene.chunks("a", 70)
+        mirror = scene.follow()
+        hashes = chain_hashes(make_request("", 70).tokens, 16, parent=root_hash())[:4]
+        await until(lambda: mirror.hashes >= set(hashes))
+        assert [mirror.parents[hash] for hash in hashes] == [root_hash(), *hashes[:-1]]
+
+    play(act)
 
 
 def test_evicted_blocks_are_told() -> None:

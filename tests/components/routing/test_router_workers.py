@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.messages import Load
-from components.routing.workers import PENDING_S, Workers, WorkerView
+from components.messages import Load, WorkerSnapshot
+from components.routing.blocks import Blocks
+from components.routing.workers import PENDING_S, Workers
 
 MOVES = st.lists(
     st.one_of(
@@ -20,9 +21,9 @@ MOVES = st.lists(
 
 
 def make_workers() -> Workers:
-    workers = Workers()
+    workers = Workers(Blocks(100), hash_unit=16)
     for i in range(3):
-        workers.learn(f"decode/{i}", f"boot-{i}-0", "decode", Load())
+        workers.learn(f"decode/{i}", f"boot-{i}-0", WorkerSnapshot("decode", 16, Load()))
     return workers
 
 
@@ -36,7 +37,7 @@ def test_counts_equal_a_recount_of_what_is_alive(moves: list[tuple[str, int, int
     now_s = 0.0
     for number, (move, which, tokens) in enumerate(moves):
         if move == "place":
-            workers.place(f"p{number}", (f"decode/{which}",), tokens, now_s)
+            workers.place(f"p{number}", [(f"decode/{which}", 0)], [], tokens, now_s)
             alive[f"p{number}"] = boots[which]
             placed.append((now_s, boots[which], tokens))
         elif move == "end":
@@ -46,16 +47,16 @@ def test_counts_equal_a_recount_of_what_is_alive(moves: list[tuple[str, int, int
             now_s += which * PENDING_S / 2
         else:
             boots[which] = f"boot-{which}-{number}"
-            workers.learn(f"decode/{which}", boots[which], "decode", Load())
-        expected = [
-            WorkerView(
-                f"decode/{i}", boot, "decode", Load(),
-                placed=sum(b == boot for b in alive.values()),
-                pending_tokens=sum(n for at_s, b, n in placed if b == boot and now_s - at_s < PENDING_S),
+            workers.learn(f"decode/{which}", boots[which], WorkerSnapshot("decode", 16, Load()))
+        counted = [
+            (
+                boot,
+                sum(b == boot for b in alive.values()),
+                sum(n for at_s, b, n in placed if b == boot and now_s - at_s < PENDING_S),
             )
-            for i, boot in boots.items()
-        ]  # fmt: skip
-        assert workers.views(now_s) == expected
+            for boot in boots.values()
+        ]
+        assert [(view.boot, view.placed, view.pending_tokens) for view in workers.views(now_s)] == counted
         assert workers.num_placements == len(alive)
 
 
