@@ -55,6 +55,7 @@ class Router(Component):
     """Places requests on workers. Never in the token path."""
 
     Options = RouterOptions
+    max_replicas = 1  # each would know half of the placements
     placement = Serves(PlacementRequest, Placement)
     events = Subscribes(WorkerEvents, WorkerSnapshot, required=True)
 
