@@ -7,6 +7,7 @@ Life of a request here (see `http_exchange`): reading -> asking -> replying -> c
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from typing import Any
 
@@ -36,6 +37,9 @@ class IngressMetrics:
             "headrace_http_requests", "HTTP requests by route and status", ["route", "status"], registry=registry
         )
         self.open_requests = Gauge("headrace_http_open_requests", "HTTP requests being answered", registry=registry)
+        self.takeovers = Counter(
+            "headrace_http_takeovers", "Requests given to another processor after one was lost", registry=registry
+        )
         self.connections = Gauge("headrace_http_connections", "Open HTTP connections", registry=registry)
 
 
@@ -84,9 +88,17 @@ class Gateway:
             headers=headers,
             body=body,
             received_s=time.time(),
+            entropy=secrets.randbits(64),
         )
         abort = scope.get("extensions", {}).get(ABORT, {}).get("call", _nothing)
-        exchange = Exchange(client=self._client, pool=self._pool, receive=receive, send=send, abort=abort)
+        exchange = Exchange(
+            client=self._client,
+            pool=self._pool,
+            receive=receive,
+            send=send,
+            abort=abort,
+            on_takeover=self.metrics.takeovers.inc,
+        )
         try:
             await exchange.run(request)
         except ClientLeft:

@@ -3,7 +3,8 @@
     reading    the body arrives; too large (413), stalled (408) or gone ends it here
     asking     a processor was given the request, no byte has gone to the client: should the
                processor die, another one gets the request, for nothing was delivered
-    replying   bytes go out as they come, joined per turn of the loop
+    replying   bytes go out as they come, joined per turn of the loop; should the processor die, another
+               one gets the request with the reply's trail, and goes on behind the bytes that came with it
     closed     the reply is complete, was broken off with an error event, or the client left
 
 A client that reads slower than its reply comes is cut once `MAX_BACKLOG_BYTES` wait for it.
@@ -14,6 +15,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+import msgspec
 
 from frontends.balance import PeerPool
 from frontends.faults import may_retry
@@ -26,7 +29,16 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 MAX_BACKLOG_BYTES = 1024 * 1024
 MAX_ATTEMPTS = 3
+"""Processors that may fail a request in a row with fewer than `PROGRESS_PIECES` each."""
+
+PROGRESS_PIECES = 8
+MAX_TRAIL_BYTES = 8 << 20
+"""A reply with a longer trail cannot be taken over; it takes logprobs of very many tokens."""
+
 PEER_WAIT_S = 1.0
+LOST_WAIT_S = 15.0
+"""How long a request whose processor was lost waits for another one: its client sees a pause."""
+
 PROCESSOR_TIMEOUT_S = 60.0  # processors send a sign of life several times as often
 WRITE_TIMEOUT_S = 60.0
 LINGER_S = 1.0
@@ -67,10 +79,15 @@ async def read_body(receive: Receive, headers: Headers, *, limit: int, pause_s: 
 
 
 class Reply:
-    """Collects what a processor sends until the exchange writes it; made anew for every attempt."""
+    """Collects what a processor sends until the exchange writes it; made anew for every attempt.
 
-    def __init__(self, wake: asyncio.Event) -> None:
+    The trails of all attempts gather in `trail`, at once, for their bytes will be written.
+    """
+
+    def __init__(self, wake: asyncio.Event, trail: bytearray) -> None:
         self._wake = wake
+        self.trail = trail
+        self.num_pieces = 0
         self._pieces: list[bytes] = []
         self._size = 0
         self.head: HttpHead | None = None
@@ -84,6 +101,8 @@ class Reply:
         elif item.data:
             self._pieces.append(item.data)
             self._size += len(item.data)
+            self.num_pieces += 1
+            self.trail += item.trail
             self._wake.set()
 
     def on_end(self, error: LinkError | None) -> None:
@@ -108,12 +127,25 @@ class Reply:
 class Exchange:
     """Carries one request to a processor and its reply to the client."""
 
-    def __init__(self, *, client: Client, pool: PeerPool, receive: Receive, send: Send, abort: Callable[[], None]):
+    def __init__(
+        self,
+        *,
+        client: Client,
+        pool: PeerPool,
+        receive: Receive,
+        send: Send,
+        abort: Callable[[], None],
+        on_takeover: Callable[[], None],
+    ) -> None:
+        """`on_takeover` is called whenever another processor gets the request; `abort` cuts the connection."""
         self._client = client
         self._pool = pool
         self._receive = receive
         self._send = send
         self._abort = abort
+        self._on_takeover = on_takeover
+        self._trail = bytearray()
+        self._is_events = False  # the reply that has begun is a stream of events
         self._wake = asyncio.Event()
         self._has_left = False
         self._writing_since: float | None = None
@@ -124,22 +156,43 @@ class Exchange:
     async def run(self, request: HttpRequest) -> None:
         """Returns when the reply is complete. Raises `ClientLeft`, or `RefusedHere` before any byte was sent."""
         watcher = self._loop.create_task(self._watch())
-        failed: set[str] = set()
-        error: LinkError | None = None
         try:
-            for _ in range(MAX_ATTEMPTS):
-                peer = await self._choose(failed, error)
-                failed.add(peer.boot)
-                error = await self._attempt(request, peer)
-                if error is None:
-                    return
-                if not may_retry(error):
-                    break
-            assert error is not None
-            raise RefusedHere(_refusal(error))
+            error = await self._try(request)
+            if error is None:
+                return
+            if self.status == 0:
+                raise RefusedHere(_refusal(error))
+            await self._break_off(error)
         finally:
             watcher.cancel()
             self._stall_timer.cancel()
+
+    async def _try(self, request: HttpRequest) -> LinkError | None:
+        """Asks one processor after the other; the error that nothing could mend, None when the reply is complete."""
+        failed: set[str] = set()
+        error: LinkError | None = None
+        num_in_a_row = 0
+        while num_in_a_row < MAX_ATTEMPTS:
+            try:
+                peer = await self._choose(failed, error)
+            except LinkError as none:
+                return error or none
+            if error is not None:
+                self._on_takeover()
+                attempt, trail = request.attempt + 1, bytes(self._trail)
+                request = msgspec.structs.replace(request, attempt=attempt, trail=trail)
+            failed.add(peer.boot)
+            reply = Reply(self._wake, self._trail)
+            error = await self._attempt(request, peer, reply)
+            if error is None or not may_retry(error) or not self._can_go_on:
+                return error
+            num_in_a_row = 1 if reply.num_pieces >= PROGRESS_PIECES else num_in_a_row + 1
+        return error
+
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether another processor can take over: nothing was sent, or it is known what."""
+        return self.status == 0 or (self._is_events and 0 < len(self._trail) <= MAX_TRAIL_BYTES)
 
     async def _watch(self) -> None:
         """Notices that the client has left, at any time."""
@@ -149,22 +202,34 @@ class Exchange:
         self._wake.set()
 
     async def _choose(self, failed: set[str], error: LinkError | None) -> Peer:
-        """The least busy processor; waits a little if there is none, as during a restart."""
+        """The least busy processor; waits a little if there is none, as during a restart. Raises `LinkError`."""
         peer = self._pool.least_busy(exclude=failed)
         if peer is None:
             if isinstance(error, Overloaded):
-                raise RefusedHere(_refusal(error))
-            try:
-                peer = await self._pool.wait_least_busy(PEER_WAIT_S, exclude=failed)
-            except NoPeer as none:
-                raise RefusedHere(_refusal(error or none)) from None
+                raise error
+            wait_s = PEER_WAIT_S if error is None else LOST_WAIT_S
+            waiting = self._loop.create_task(self._pool.wait_least_busy(wait_s, exclude=failed))
+            peer = await self._unless_left(waiting)
         if self._has_left:
             raise ClientLeft
         return peer
 
-    async def _attempt(self, request: HttpRequest, peer: Peer) -> LinkError | None:
-        """Asks one processor. Returns the error it failed with if nothing was delivered, else None."""
-        reply = Reply(self._wake)
+    async def _unless_left(self, waiting: asyncio.Task[Peer]) -> Peer:
+        """The task's result; raises `ClientLeft` as soon as nobody needs it any more."""
+        try:
+            while not waiting.done():
+                self._wake.clear()
+                if self._has_left:
+                    raise ClientLeft
+                left = self._loop.create_task(self._wake.wait())
+                await asyncio.wait((waiting, left), return_when=asyncio.FIRST_COMPLETED)
+                left.cancel()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    async def _attempt(self, request: HttpRequest, peer: Peer, reply: Reply) -> LinkError | None:
+        """Asks one processor. Returns the error it failed with, None once the reply is complete."""
         try:
             call = self._client.open(
                 request,
@@ -206,8 +271,9 @@ class Exchange:
                     continue
                 await self._start(reply.head, request_id)
             if reply.error is not None:
-                await self._break_off(reply, data)
-                return None
+                if data:
+                    await self._write(data, more=True)
+                return reply.error
             is_last = reply.has_ended
             await self._write(data, more=not is_last)
             if is_last:
@@ -215,6 +281,7 @@ class Exchange:
 
     async def _start(self, head: HttpHead, request_id: str) -> None:
         self.status = head.status
+        self._is_events = ("content-type", "text/event-stream") in head.headers
         headers = [(name.encode(), value.encode("latin-1")) for name, value in head.headers]
         headers.append((b"x-request-id", request_id.encode()))
         await self._send({"type": "http.response.start", "status": head.status, "headers": headers})
@@ -224,14 +291,12 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._writing_since = None
 
-    async def _break_off(self, reply: Reply, data: bytes) -> None:
-        """The processor failed after bytes were delivered: a stream says so, anything else is cut."""
-        assert reply.error is not None
-        is_stream = reply.head is not None and ("content-type", "text/event-stream") in reply.head.headers
-        if not is_stream:
+    async def _break_off(self, error: LinkError) -> None:
+        """The reply has begun and cannot be finished: a stream of events says so, anything else is cut."""
+        if not self._is_events:
             self._cut()
             raise ClientLeft
-        await self._write(data + error_event(reply.error.message, code=reply.error.code), more=False)
+        await self._write(error_event(error.message, code=error.code), more=False)
 
     def _check_stall(self) -> None:
         """Runs now and then beside a reply, cheaper than a timer per write."""
