@@ -53,6 +53,12 @@ class Gateway:
         self._pool = PeerPool(client)
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
+        self._exchanges: set[Exchange] = set()
+
+    def end(self) -> None:
+        """The ingress is stopping: what is still open ends in an error that says so."""
+        for exchange in list(self._exchanges):
+            exchange.end()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         headers: Headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
@@ -99,10 +105,13 @@ class Gateway:
             abort=abort,
             on_takeover=self.metrics.takeovers.inc,
         )
+        self._exchanges.add(exchange)
         try:
             await exchange.run(request)
         except ClientLeft:
             return exchange.status or CLIENT_CLOSED_REQUEST
+        finally:
+            self._exchanges.discard(exchange)
         return exchange.status
 
     async def _answer(self, scope: Any, identity: str, send: Send) -> int:

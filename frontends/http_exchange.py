@@ -20,9 +20,10 @@ import msgspec
 
 from frontends.balance import PeerPool
 from frontends.faults import may_retry
-from frontends.http_replies import Headers, Refusal, error_event
+from frontends.http_replies import Headers, Refusal, error_event, link_refusal
+from frontends.incoming import Reply
 from frontends.messages import HttpBody, HttpHead, HttpRequest
-from graph import Client, LinkError, NoPeer, Overloaded, Peer, PeerFault
+from graph import Client, LinkError, Overloaded, Peer, PeerFault, Refused
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -78,52 +79,6 @@ async def read_body(receive: Receive, headers: Headers, *, limit: int, pause_s: 
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-class Reply:
-    """Collects what a processor sends until the exchange writes it; made anew for every attempt.
-
-    The trails of all attempts gather in `trail`, at once, for their bytes will be written.
-    """
-
-    def __init__(self, wake: asyncio.Event, trail: bytearray) -> None:
-        self._wake = wake
-        self.trail = trail
-        self.num_pieces = 0
-        self._pieces: list[bytes] = []
-        self._size = 0
-        self.head: HttpHead | None = None
-        self.error: LinkError | None = None
-        self.has_ended = False
-
-    def on_item(self, item: HttpHead | HttpBody) -> None:
-        """Called by the link. An empty body is the processor's sign of life."""
-        if isinstance(item, HttpHead):
-            self.head = item
-        elif item.data:
-            self._pieces.append(item.data)
-            self._size += len(item.data)
-            self.num_pieces += 1
-            self.trail += item.trail
-            self._wake.set()
-
-    def on_end(self, error: LinkError | None) -> None:
-        """Called by the link, once."""
-        self.error = error
-        self.has_ended = True
-        self._wake.set()
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes that nobody has taken yet."""
-        return self._size
-
-    def take(self) -> bytes:
-        """All bytes that have come since the last call."""
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        self._size = 0
-        return data
-
-
 class Exchange:
     """Carries one request to a processor and its reply to the client."""
 
@@ -148,6 +103,7 @@ class Exchange:
         self._is_events = False  # the reply that has begun is a stream of events
         self._wake = asyncio.Event()
         self._has_left = False
+        self._ending: LinkError | None = None
         self._writing_since: float | None = None
         self._loop = asyncio.get_running_loop()
         self._stall_timer = self._loop.call_later(WRITE_TIMEOUT_S / 4, self._check_stall)
@@ -161,11 +117,16 @@ class Exchange:
             if error is None:
                 return
             if self.status == 0:
-                raise RefusedHere(_refusal(error))
+                raise RefusedHere(link_refusal(error))
             await self._break_off(error)
         finally:
             watcher.cancel()
             self._stall_timer.cancel()
+
+    def end(self) -> None:
+        """The ingress is stopping: the request ends in an error, if it has not ended yet."""
+        self._ending = Refused("the server is stopping", code="shutting_down")
+        self._wake.set()
 
     async def _try(self, request: HttpRequest) -> LinkError | None:
         """Asks one processor after the other; the error that nothing could mend, None when the reply is complete."""
@@ -176,7 +137,7 @@ class Exchange:
             try:
                 peer = await self._choose(failed, error)
             except LinkError as none:
-                return error or none
+                return self._ending or error or none
             if error is not None:
                 self._on_takeover()
                 attempt, trail = request.attempt + 1, bytes(self._trail)
@@ -210,8 +171,7 @@ class Exchange:
             wait_s = PEER_WAIT_S if error is None else LOST_WAIT_S
             waiting = self._loop.create_task(self._pool.wait_least_busy(wait_s, exclude=failed))
             peer = await self._unless_left(waiting)
-        if self._has_left:
-            raise ClientLeft
+        self._check_end()
         return peer
 
     async def _unless_left(self, waiting: asyncio.Task[Peer]) -> Peer:
@@ -219,8 +179,7 @@ class Exchange:
         try:
             while not waiting.done():
                 self._wake.clear()
-                if self._has_left:
-                    raise ClientLeft
+                self._check_end()
                 left = self._loop.create_task(self._wake.wait())
                 await asyncio.wait((waiting, left), return_when=asyncio.FIRST_COMPLETED)
                 left.cancel()
@@ -243,9 +202,18 @@ class Exchange:
         with self._pool.stream(peer.id):
             try:
                 return await self._relay(request.id, reply)
+            except Refused as ending:
+                return ending
             finally:
                 if not reply.has_ended:
                     call.cancel()
+
+    def _check_end(self) -> None:
+        """Raises if the exchange is to end before its reply is complete."""
+        if self._has_left:
+            raise ClientLeft
+        if self._ending is not None:
+            raise self._ending
 
     def _guarded(self, reply: Reply) -> Callable[[Any], None]:
         """The reply's `on_item`, which cuts a client that does not read."""
@@ -261,8 +229,7 @@ class Exchange:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._has_left:
-                raise ClientLeft
+            self._check_end()
             data = reply.take()
             if self.status == 0:
                 if reply.head is None or not data:
@@ -328,18 +295,3 @@ async def send_refusal(refusal: Refusal, *, request_id: str, receive: Receive, s
     except TimeoutError:
         pass  # closed below: the client had time to read the reply
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _refusal(error: LinkError) -> Refusal:
-    """The HTTP form of a failure between ingress and processor."""
-    if isinstance(error, NoPeer):
-        return Refusal(503, "No processor is ready; try again.", code="no_processor", retry_after_s=1)
-    if isinstance(error, Overloaded):
-        return Refusal(429, "The processors are busy; try again.", code="overloaded", retry_after_s=_seconds(error))
-    if may_retry(error):
-        return Refusal(503, f"The processor was lost: {error.message}", code=error.code, retry_after_s=1)
-    return Refusal(500, f"The processor failed: {error.message}", code=error.code)
-
-
-def _seconds(error: LinkError) -> int:
-    return max(1, round(error.retry_after_s or 1))

@@ -16,6 +16,7 @@ import msgspec
 
 from components.messages import FinishReason, Timing, TokenChunk, TokenLogprobs
 from graph import ProtocolFault
+from graph.link.codec import MALFORMED, decoder, encode
 
 _SIZE_BYTES = 4
 _CLOSED = -1
@@ -42,8 +43,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
         return TokenChunk(self.tokens, self.logprobs, self.finish, self.cached_tokens, self.timing)
 
 
-_encode = msgspec.msgpack.encode
-_decoder = msgspec.msgpack.Decoder(Step)
+_step = decoder(Step)
 
 
 class Trail:
@@ -56,13 +56,13 @@ class Trail:
         """A choice took a chunk."""
         rest = (chunk.finish, chunk.cached_tokens, chunk.logprobs, chunk.timing)
         if rest == (None, None, None, None):
-            self._add(_encode((choice, chunk.tokens)))  # nearly every step; the rest has its defaults
+            self._add(encode((choice, chunk.tokens)))  # nearly every step; the rest has its defaults
         else:
-            self._add(_encode(Step(choice, chunk.tokens, *rest)))
+            self._add(encode(Step(choice, chunk.tokens, *rest)))
 
     def close(self) -> None:
         """The end of the stream goes out."""
-        self._add(_encode((_CLOSED,)))
+        self._add(encode((_CLOSED,)))
 
     def take(self) -> bytes:
         """What is to be told with the next bytes."""
@@ -70,9 +70,10 @@ class Trail:
         self._noted.clear()
         return told
 
-    def _add(self, step: bytes) -> None:
-        self._noted += len(step).to_bytes(_SIZE_BYTES, "little")
-        self._noted += step
+    def _add(self, step: msgspec.Raw) -> None:
+        data = memoryview(step)
+        self._noted += len(data).to_bytes(_SIZE_BYTES, "little")
+        self._noted += data
 
 
 def read_trail(trail: bytes) -> Iterator[Step]:
@@ -82,6 +83,6 @@ def read_trail(trail: bytes) -> Iterator[Step]:
         size = int.from_bytes(view[:_SIZE_BYTES], "little")
         step, view = view[_SIZE_BYTES : _SIZE_BYTES + size], view[_SIZE_BYTES + size :]
         try:
-            yield _decoder.decode(step)
-        except msgspec.MsgspecError as error:
+            yield _step(step)
+        except MALFORMED as error:
             raise ProtocolFault(f"the trail of a reply cannot be read: {error}") from error

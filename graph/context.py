@@ -64,6 +64,7 @@ class ReplicaContext:
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.get_ident()
         self._last_progress = ("", 0.0)
+        self._is_closing = False
         self._version = -1
         self._versions: dict[asyncio.Future[None], int] = {}  # who waits for which
         supervisor = supervisor_port()
@@ -145,7 +146,8 @@ class ReplicaContext:
         return waiter
 
     async def close(self) -> None:
-        """Ends all background work."""
+        """Ends all background work. The supervisor's line may go from now on."""
+        self._is_closing = True
         for task in self._tasks:
             task.remove_done_callback(self._on_task_done)
             task.cancel()
@@ -165,7 +167,8 @@ class ReplicaContext:
                 waiter.set_result(None)
 
     def _on_supervisor_lost(self, error: LinkError | None) -> None:
-        self._on_failure(error or LinkError("the supervisor ended the directory's stream"))
+        if not self._is_closing:
+            self._on_failure(error or LinkError("the supervisor ended the directory's stream"))
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
