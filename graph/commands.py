@@ -41,10 +41,14 @@ def serve(view: GraphView, *, launcher: str, detach: bool) -> int:
     """Runs the graph until its end, or, with `detach`, until it is ready."""
     from graph.detach import run_detached
     from graph.listeners import bind_listeners
+    from graph.resources import FEW_FILES, raise_file_limit
     from graph.serving import run_graph
 
     if launcher != "local":
         return _fail(f"there is no launcher {launcher!r}; use --on local", 2)
+    if (num_files := raise_file_limit()) < FEW_FILES:
+        warning = f"a process may open {num_files} files only, one for each connection; raise it with ulimit -n"
+        click.echo(f"warning: {warning}", err=True)
     try:
         listeners = bind_listeners(view)
     except LaunchError as error:

@@ -13,12 +13,10 @@ standard input says so as well.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import Coroutine
@@ -33,6 +31,7 @@ from graph.context import ReplicaContext
 from graph.link import Links, ZeroMQ
 from graph.loader import import_component
 from graph.replica_port import serve_replica_port
+from graph.resources import raise_file_limit
 from graph.spec import ReplicaSpec
 
 log = logging.getLogger("headrace.replica")
@@ -49,7 +48,7 @@ def main() -> int:
         return 1
     _set_title(spec.title)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _raise_file_limit()
+    raise_file_limit()
     log.info("%s boot %s starts, pid %d", spec.id, spec.boot, os.getpid())
     component_class = import_component(spec.component)
     component = component_class(msgspec.convert(spec.options, component_class.Options))
@@ -168,13 +167,6 @@ def _read_line(descriptor: int) -> bytes:
             sys.exit("the parent is gone")
         line += piece
     return bytes(line)
-
-
-def _raise_file_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _set_title(title: str) -> None:

@@ -32,7 +32,9 @@ class Toy:
 
     command = (str(GRAPH),)
 
-    def __init__(self, runtime: Path, *arguments: str, gpus: str | None = None) -> None:
+    def __init__(
+        self, runtime: Path, *arguments: str, gpus: str | None = None, limit_files: tuple[int, int] | None = None
+    ) -> None:
         self.runtime = runtime
         self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
         if gpus is not None:
@@ -40,7 +42,10 @@ class Toy:
         self.output = runtime / f"output-{time.monotonic_ns()}"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [GRAPH, "serve", str(TOYS), *arguments], env=self.environment, stdout=output, stderr=output
+                [*_limited(limit_files), GRAPH, "serve", str(TOYS), *arguments],
+                env=self.environment,
+                stdout=output,
+                stderr=output,
             )
 
     def text(self) -> str:
@@ -111,6 +116,11 @@ class Toy:
         return [*map(str, self.processes()), *files]
 
 
+def _limited(files: tuple[int, int] | None) -> list[str]:
+    """A command that runs another one with so many open files, soft and hard."""
+    return [] if files is None else ["prlimit", f"--nofile={files[0]}:{files[1]}"]
+
+
 @pytest.fixture
 def runtime() -> Iterator[Path]:
     """A folder for run directories, short enough for sockets."""
@@ -124,8 +134,8 @@ def toy(runtime: Path) -> Iterator[Callable[..., Toy]]:
     """Starts a toy graph with further arguments for `graph serve`; ended with the test, whatever happened."""
     started: list[Toy] = []
 
-    def start(*arguments: str, gpus: str | None = None) -> Toy:
-        started.append(Toy(runtime, *arguments, gpus=gpus))
+    def start(*arguments: str, **how: Any) -> Toy:
+        started.append(Toy(runtime, *arguments, **how))
         return started[-1]
 
     yield start

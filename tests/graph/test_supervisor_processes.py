@@ -191,3 +191,11 @@ def test_replicas_are_named_and_have_their_threads(toy: Callable) -> None:
     assert {process.cmdline()[0] for process in found.values()} == {"headrace: toy door/0", "headrace: toy greeter/0"}
     assert graph.ask("$OMP_NUM_THREADS").startswith(f"hello {len(os.sched_getaffinity(0))} from")
     assert graph.end() == 0
+
+
+def test_few_open_files_are_raised_as_far_as_allowed_and_told(toy: Callable) -> None:
+    graph = toy(limit_files=(256, 1024)).ready()
+
+    assert "a process may open 1024 files only" in graph.text()
+    assert all(process.rlimit(psutil.RLIMIT_NOFILE)[0] == 1024 for process in graph.processes())
+    assert graph.end() == 0
