@@ -13,7 +13,6 @@ import msgspec
 from graph.declare import GraphView, NodeView
 from graph.errors import LaunchError
 
-
 FEW_FILES = 8_192
 """Open files below which a busy ingress runs out of them: one for each connection."""
 

@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import msgspec
 
+LOGPROB_TOLERANCE = 1e-3
+
 
 class Outcome(msgspec.Struct):
     """What came of one stream."""
@@ -30,12 +32,17 @@ class Outcome(msgspec.Struct):
     is_done: bool = False
 
     def same_as(self, other: Outcome) -> bool:
-        """Whether a client would see the same answer."""
+        """Whether a client would see the same answer; logprobs may differ as sums in another order do."""
         ours, theirs = (
-            (o.texts, o.finishes, o.logprobs, o.usage.get("completion_tokens"), o.usage.get("prompt_tokens"))
-            for o in (self, other)
+            (o.texts, o.finishes, o.usage.get("completion_tokens"), o.usage.get("prompt_tokens")) for o in (self, other)
         )
-        return ours == theirs
+        return ours == theirs and self._has_logprobs_of(other)
+
+    def _has_logprobs_of(self, other: Outcome) -> bool:
+        if {i: len(values) for i, values in self.logprobs.items()} != {i: len(v) for i, v in other.logprobs.items()}:
+            return False
+        pairs = [zip(values, other.logprobs[i], strict=True) for i, values in self.logprobs.items()]
+        return all(abs(a - b) < LOGPROB_TOLERANCE for pair in pairs for a, b in pair)
 
     @property
     def fault(self) -> str:
@@ -53,10 +60,14 @@ async def stream(client: httpx.AsyncClient, number: int, body: dict[str, Any]) -
     """One streamed completion; faults are told in the outcome, not raised."""
     outcome = Outcome(number, {}, {}, {}, {}, set(), set())
     body = {"stream": True, "stream_options": {"include_usage": True}, **body}
+
+    async def trace(event: str, info: dict[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            outcome.local_port = info["return_value"].get_extra_info("client_addr")[1]
+
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as reply:
+        async with client.stream("POST", "/v1/completions", json=body, extensions={"trace": trace}) as reply:
             outcome.status = reply.status_code
-            outcome.local_port = reply.extensions["network_stream"].get_extra_info("client_addr")[1]
             if reply.status_code != 200:
                 outcome.error = f"{reply.status_code} {(await reply.aread()).decode()}"
                 return outcome
@@ -128,6 +139,15 @@ async def run_streams(
         return await asyncio.gather(*streams)
 
 
+def faults(outcomes: Sequence[Outcome], expected: Sequence[Outcome]) -> list[str]:
+    """What is wrong with the outcomes, in words: ended badly, or another answer than expected."""
+    found = []
+    for outcome, right in zip(outcomes, expected, strict=True):
+        fault = outcome.fault or ("" if outcome.same_as(right) else "another answer than undisturbed")
+        found += [f"stream {outcome.number}: {fault}"] if fault else []
+    return found
+
+
 class Tally(msgspec.Struct):
     """What an endless load has brought: how many ended well, and the faults."""
 
@@ -155,11 +175,9 @@ async def keep_busy(
             while not until.is_set():
                 index = number % len(requests)
                 outcome = await stream(client, index, requests[index])
-                fault = outcome.fault or ("" if outcome.same_as(expected[index]) else "another text than undisturbed")
-                if fault:
-                    tally.faults.append(f"{index}: {fault}")
-                else:
-                    tally.num_good += 1
+                wrong = faults([outcome], [expected[index]])
+                tally.faults += wrong
+                tally.num_good += not wrong
                 tally.longest_pause_s = max(tally.longest_pause_s, outcome.longest_pause_s)
                 number += at_once
 
