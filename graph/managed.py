@@ -48,6 +48,7 @@ class Managed:
         self.process: LocalProcess | None = None
         self.num_restarts = 0
         self.start_s: float | None = None  # how long the present process took to become ready
+        self.gpus: tuple[str, ...] = ()
         self.is_over = False  # `run` has returned
         self.log_file = log_file
         self._run_dir = run_dir

@@ -28,6 +28,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     last_words: str = ""  # the end of its log, if it failed
     rss_mb: int | None = None
     start_s: float | None = None  # how long it took to become ready
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -87,6 +88,7 @@ def _replica_status(managed: Managed) -> ReplicaStatus:
         managed.last_words,
         None if pid is None else _rss_mb(pid),
         managed.start_s,
+        managed.gpus,
     )
 
 

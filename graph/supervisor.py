@@ -275,6 +275,7 @@ class Supervisor:
         gpus = self.gpus.take(managed.id, node.gpus)
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            managed.gpus = gpus
         return self._launcher.start(
             spec, environment=environment, log=managed.log_file, listener=self._listeners.get(node.name)
         )

@@ -132,6 +132,10 @@ class ServedGraph:
                 found.setdefault(sample.name, []).append((sample.labels, sample.value))
         return found
 
+    def samples(self, name: str, label: str) -> dict[str, float]:
+        """The values of `name` by one of its labels."""
+        return {labels[label]: value for labels, value in self.metrics().get(name, [])}
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples of `name` that carry these labels; the metric must exist."""
         samples = self.metrics()
