@@ -38,7 +38,7 @@ class IngressMetrics:
         )
         self.open_requests = Gauge("headrace_http_open_requests", "HTTP requests being answered", registry=registry)
         self.takeovers = Counter(
-            "headrace_http_takeovers", "Requests given to another processor after one was lost", registry=registry
+            "headrace_http_takeovers", "Requests given to another processor after one failed them", registry=registry
         )
         self.connections = Gauge("headrace_http_connections", "Open HTTP connections", registry=registry)
 

@@ -26,6 +26,7 @@ from streams import bodies, faults, keep_busy, run_streams
 
 NODES = ("processor", "router", "prefill", "decode")
 MODEL = {"prefill.dtype": "float32", "decode.dtype": "float32"}
+NUM_CANARIES = 5  # tokens of a worker that nobody has asked for anything, at most
 FAKE = {"prefill.engine": "fake", "decode.engine": "fake", "decode.fake.step_ms": 20}
 
 
@@ -40,7 +41,9 @@ def scale_up(graph: ServedGraph, requests: list[dict[str, Any]]) -> None:
 
     def watch() -> None:
         while not served_at:
-            if graph.samples("headrace_engine_generated_tokens_total", "replica").get("decode/1", 0) > 5:  # more than its canaries
+            if (
+                graph.samples("headrace_engine_generated_tokens_total", "replica").get("decode/1", 0) > 5
+            ):  # more than its canaries
                 served_at.append(time.monotonic())
             time.sleep(0.05)
 

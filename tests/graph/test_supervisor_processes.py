@@ -163,6 +163,9 @@ def test_failing_later_becomes_failed_and_restart_mends_it(toy: Callable, tmp_pa
     graph.until(lambda: graph.replicas()["greeter/0"]["state"] == "failed")
     assert "no smile found" in graph.replicas()["greeter/0"]["last_words"]
     assert graph.status()["state"] == "down"
+    told = graph.run("status").stdout
+    assert "greeter/0 failed" in told
+    assert "no smile found" in told
 
     broken.unlink()
     mended = graph.run("restart", "greeter/0")
