@@ -56,6 +56,9 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
         int | None, option("tokens computed in one step, the prefill chunk; unset: by device")
     ] = None
     enable_prefix_caching: bool = True
+    hang_timeout_s: Annotated[
+        float, option("an engine that computes no token for so long is replaced; must exceed its longest step")
+    ] = 60.0
     max_waiting: Annotated[int, option("requests that wait before new ones are refused")] = 2_000
 
 

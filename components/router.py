@@ -80,6 +80,7 @@ class Router(Component):
     """Places requests on workers. Never in the token path."""
 
     Options = RouterOptions
+    max_replicas = 1  # each would know half of the placements
     placement = Serves(PlacementRequest, (PlacementQueued, Placement, Explanation))
     events = Subscribes(WorkerEvents, WorkerSnapshot, required=True)
 

@@ -34,6 +34,11 @@ class Worker(Component):
         """The hash unit that is the same all over the graph."""
         return rules.resolve_hash_unit(node, graph)
 
+    @classmethod
+    def patience_s(cls, node: NodeView) -> float:
+        """Longer than its longest step."""
+        return float(node.options["hang_timeout_s"])
+
     async def start(self, context: Context) -> None:
         """Loads the model; requests are served once this returns."""
         from components.serving import Serving

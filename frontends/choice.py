@@ -21,6 +21,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     text: str
     tokens: tuple[tuple[TokenText, TokenLogprobs], ...] = ()
+    chunk: TokenChunk | None = None  # where it came from
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -36,6 +37,7 @@ class Plan(msgspec.Struct, frozen=True):
     priority: int = 0
     disagg_request_id: int = 0
     includes_stop: bool = False
+    is_takeover: bool = False  # another processor had this request, and may still hold its label
     wants_timing: bool = False
 
 
@@ -85,7 +87,7 @@ class Choice:
             self.finish = "stop" if rest.stopped else chunk.finish
         elif piece.stopped:
             self.finish = "stop"
-        return Delta(text, self._with_logprobs(tokens))
+        return Delta(text, self._with_logprobs(tokens), chunk)
 
     def _with_logprobs(self, tokens: tuple[TokenText, ...]) -> tuple[tuple[TokenText, TokenLogprobs], ...]:
         if self.plan.sampling.logprobs is None:

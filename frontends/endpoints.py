@@ -2,7 +2,7 @@
 
 parsed       the body is valid, the model is ours
 encoded      its prompts are token ids that fit the context
-generating   see `generate`; text goes to the reply's sink
+generating   see `generate`; text goes to the reply's sink, behind what a lost processor has told
 answered     whole reply, finished stream, or an error in the form its moment allows
 """
 
@@ -22,7 +22,7 @@ from frontends.generate import Generator
 from frontends.messages import HttpRequest
 from frontends.metrics import Meter, ProcessorMetrics
 from frontends.reply import HttpReply
-from frontends.sinks import EventSink, WholeSink
+from frontends.sinks import EventSink, WholeSink, replay
 from frontends.text.detokenizer import Detokenizer
 from frontends.text.errors import ApiError
 from frontends.text.model import TextModel
@@ -87,6 +87,8 @@ class Endpoints:
 
     async def handle(self, http: HttpRequest, reply: HttpReply) -> None:
         """Answers one request; never raises but for its cancellation."""
+        if http.trail:
+            reply.take_over()
         try:
             await self._route(http, reply)
         except ApiError as error:
@@ -139,7 +141,7 @@ class Endpoints:
         self._check_model(request.model)
         prompts = await _made(request.prompts, self._model, size=len(http.body))
         encoded = await self._encode(prompts, request.add_special_tokens)
-        choices = self._choices(request, encoded)
+        choices = self._choices(http, request, encoded)
         tokenize_ms = (self._clock() - started) * 1e3
         options = request.stream_options
         format = format_class(
@@ -165,6 +167,9 @@ class Endpoints:
                 counts_usage=options.continuous_usage_stats,
                 headrace=headrace,
             )
+            if replay(http.trail, choices, sink):
+                reply.end()
+                return
         with Meter(sink, self._metrics, choices, self._clock) as meter:
             await self._generator.generate(choices, meter)
         sink.close()
@@ -175,7 +180,9 @@ class Endpoints:
         ids = iter(await self._model.encode_batch_async(texts, add_special_tokens) if texts else ())
         return [next(ids) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def _choices(self, request: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]) -> list[Choice]:
+    def _choices(
+        self, http: HttpRequest, request: ChatRequest | CompletionRequest, prompts: Sequence[list[int]]
+    ) -> list[Choice]:
         """All choices, choice j of prompt i at index i * n + j. Raises `ApiError` if a prompt cannot fit."""
         num = len(prompts) * request.n
         if num > MAX_SEQUENCES:
@@ -183,7 +190,7 @@ class Endpoints:
         label = max(0, request.disagg_request_id)
         if label and num > 1:
             raise ApiError(400, "disagg_request_id names one choice of one prompt.", param="disagg_request_id")
-        seed_base = secrets.randbits(64)
+        seed_base = http.entropy or secrets.randbits(64)
         choices = []
         for number, ids in enumerate(prompts):
             stopping = request.stopping(self._model, len(ids))
@@ -200,6 +207,7 @@ class Endpoints:
                     priority=request.priority,
                     disagg_request_id=label,
                     includes_stop=request.include_stop_str_in_output,
+                    is_takeover=http.attempt > 0,
                     wants_timing=request.headrace.timing,
                 )
                 choices.append(Choice(plan, self._detokenizer(request, stopping.min_tokens)))

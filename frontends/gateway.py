@@ -7,6 +7,7 @@ Life of a request here (see `http_exchange`): reading -> asking -> replying -> c
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from typing import Any
 
@@ -38,6 +39,9 @@ class IngressMetrics:
             "headrace_http_requests", "HTTP requests by route and status", ["route", "status"], registry=registry
         )
         self.open_requests = Gauge("headrace_http_open_requests", "HTTP requests being answered", registry=registry)
+        self.takeovers = Counter(
+            "headrace_http_takeovers", "Requests given to another processor after one failed them", registry=registry
+        )
         self.connections = Gauge("headrace_http_connections", "Open HTTP connections", registry=registry)
 
 
@@ -51,6 +55,12 @@ class Gateway:
         self._pool = PeerPool(client)
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
+        self._exchanges: set[Exchange] = set()
+
+    def end(self) -> None:
+        """The ingress is stopping: what is still open ends in an error that says so."""
+        for exchange in list(self._exchanges):
+            exchange.end()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         headers: Headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
@@ -86,13 +96,24 @@ class Gateway:
             headers=headers,
             body=body,
             received_s=time.time(),
+            entropy=secrets.randbits(64),
         )
         abort = scope.get("extensions", {}).get(ABORT, {}).get("call", _nothing)
-        exchange = Exchange(client=self._client, pool=self._pool, receive=receive, send=send, abort=abort)
+        exchange = Exchange(
+            client=self._client,
+            pool=self._pool,
+            receive=receive,
+            send=send,
+            abort=abort,
+            on_takeover=self.metrics.takeovers.inc,
+        )
+        self._exchanges.add(exchange)
         try:
             await exchange.run(request)
         except ClientLeft:
             return exchange.status or CLIENT_CLOSED_REQUEST
+        finally:
+            self._exchanges.discard(exchange)
         return exchange.status
 
     async def _answer(self, scope: Any, identity: str, send: Send) -> int:

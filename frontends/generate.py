@@ -5,7 +5,8 @@ Life of a choice here:
     placing      the router (or least-busy) names the workers
     generating   the worker's tokens come in and go to the sink, step by step
     replacing    the worker was lost, was full or went silent: prompt and tokens so far go to another one,
-                 which continues where the first one ended; at most `MAX_ATTEMPTS` in all
+                 which continues where the first one ended; at most `MAX_ATTEMPTS` in a row that brought
+                 fewer than `PROGRESS_TOKENS` each
     finished     a finish reason, or the `LinkError` of the last attempt
 
 Leaving `generate` in any way ends all streams of the request, at the workers and at the router.
@@ -24,14 +25,15 @@ from components.messages import Explanation, GenerateRequest, Placement, Placeme
 from frontends.choice import Choice, Delta
 from frontends.faults import may_retry
 from frontends.placement import Placer
-from graph import Client, LinkError, NoPeer, Overloaded, Peer, PeerFault
+from graph import Client, LinkError, NoPeer, Overloaded, Peer, PeerFault, PeerLost, RequestCancelled
 
 MAX_ATTEMPTS = 3
+PROGRESS_TOKENS = 8
 FIRST_WAIT_S = 1.0
 """How long a fresh request waits for a worker to turn up before it is refused."""
 
 RESUME_WAIT_S = 15.0
-"""The same for a choice that has tokens already: its client sees a pause, as while a worker restarts."""
+"""The same for a choice whose worker was lost: its client sees a pause, as while a worker restarts."""
 
 TOKEN_TIMEOUT_S = 600.0
 """Longest silence of a worker: a request may wait in its queue for minutes."""
@@ -51,19 +53,24 @@ class _Failures:
         self.boots: set[str] = set()
         self.last: LinkError | None = None
         self.suspect: Peer | None = None  # who is trying now
+        self.num_in_a_row = 0
+        self._num_tokens = 0  # when the last attempt failed
 
-    def note(self, error: LinkError) -> None:
-        """The suspect failed; it is not asked again before it was restarted."""
+    def note(self, error: LinkError, num_tokens: int) -> None:
+        """The suspect failed when the choice had so many tokens; it is not asked again before it was restarted."""
         assert self.suspect is not None
         self.boots.add(self.suspect.boot)
         self.suspect = None
         self.last = error
+        self.num_in_a_row = 1 if num_tokens - self._num_tokens >= PROGRESS_TOKENS else self.num_in_a_row + 1
+        self._num_tokens = num_tokens
 
     def wait_s(self, choice: Choice) -> float:
         """How long the next attempt may wait for a worker."""
         if isinstance(self.last, Overloaded):
             return 0.0
-        return RESUME_WAIT_S if choice.output else FIRST_WAIT_S
+        was_lost = isinstance(self.last, PeerLost | RequestCancelled)
+        return RESUME_WAIT_S if choice.output or was_lost else FIRST_WAIT_S
 
     def told(self, error: LinkError) -> LinkError:
         """What the client is told: a full worker rather than the lack of another one."""
@@ -97,21 +104,30 @@ class Generator:
         return await self._placer.explain(msgspec.structs.replace(request, is_explained=True))
 
     async def _run(self, choice: Choice, sink: Sink) -> None:
+        if choice.finish is not None:  # as the trail of a lost processor tells
+            return
         failed = _Failures()
         while True:
             choice.walk.attempts += 1
             started = time.monotonic()
             request = self._placement_request(choice, failed)
             try:
-                async with self._placer.place(request, failed=failed.boots, wait_s=failed.wait_s(choice)) as placement:
+                async with self._placer.place(
+                    request,
+                    failed=failed.boots,
+                    wait_s=failed.wait_s(choice),
+                    is_takeover=choice.plan.is_takeover,
+                ) as placement:
                     self._note(choice, placement, started)
                     failed.suspect = self._workers.peers.get(placement.worker)
                     await self._attempt(choice, placement, sink)
                     return
             except LinkError as error:
-                if not may_retry(error) or failed.suspect is None or choice.walk.attempts == MAX_ATTEMPTS:
+                if not may_retry(error) or failed.suspect is None:
                     raise failed.told(error) from None
-                failed.note(error)
+                failed.note(error, len(choice.output))
+                if failed.num_in_a_row == MAX_ATTEMPTS:
+                    raise error from None
 
     def _placement_request(self, choice: Choice, failed: _Failures) -> PlacementRequest:
         plan = choice.plan

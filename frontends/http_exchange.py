@@ -3,7 +3,8 @@
     reading    the body arrives; too large (413), stalled (408) or gone ends it here
     asking     a processor was given the request, no byte has gone to the client: should the
                processor die, another one gets the request, for nothing was delivered
-    replying   bytes go out as they come, joined per turn of the loop
+    replying   bytes go out as they come, joined per turn of the loop; should the processor die, another
+               one gets the request with the reply's trail, and goes on behind the bytes that came with it
     closed     the reply is complete, was broken off with an error event, or the client left
 
 A client that reads slower than its reply comes is cut once `MAX_BACKLOG_BYTES` wait for it.
@@ -15,18 +16,30 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from frontends.balance import PeerPool
 from frontends.faults import may_retry
-from frontends.http_replies import Headers, Refusal, error_event
+from frontends.http_replies import Headers, Refusal, error_event, link_refusal
+from frontends.incoming import Reply
 from frontends.messages import HttpBody, HttpHead, HttpRequest
-from graph import Client, LinkError, NoPeer, Overloaded, Peer, PeerFault
+from graph import Client, LinkError, Overloaded, Peer, PeerFault, Refused
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 MAX_BACKLOG_BYTES = 1024 * 1024
 MAX_ATTEMPTS = 3
+"""Processors that may fail a request in a row with fewer than `PROGRESS_PIECES` each."""
+
+PROGRESS_PIECES = 8
+MAX_TRAIL_BYTES = 8 << 20
+"""A reply with a longer trail cannot be taken over; it takes logprobs of very many tokens."""
+
 PEER_WAIT_S = 1.0
+LOST_WAIT_S = 15.0
+"""How long a request whose processor was lost waits for another one: its client sees a pause."""
+
 PROCESSOR_TIMEOUT_S = 60.0  # processors send a sign of life several times as often
 WRITE_TIMEOUT_S = 60.0
 LINGER_S = 1.0
@@ -66,56 +79,31 @@ async def read_body(receive: Receive, headers: Headers, *, limit: int, pause_s: 
             return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-class Reply:
-    """Collects what a processor sends until the exchange writes it; made anew for every attempt."""
-
-    def __init__(self, wake: asyncio.Event) -> None:
-        self._wake = wake
-        self._pieces: list[bytes] = []
-        self._size = 0
-        self.head: HttpHead | None = None
-        self.error: LinkError | None = None
-        self.has_ended = False
-
-    def on_item(self, item: HttpHead | HttpBody) -> None:
-        """Called by the link. An empty body is the processor's sign of life."""
-        if isinstance(item, HttpHead):
-            self.head = item
-        elif item.data:
-            self._pieces.append(item.data)
-            self._size += len(item.data)
-            self._wake.set()
-
-    def on_end(self, error: LinkError | None) -> None:
-        """Called by the link, once."""
-        self.error = error
-        self.has_ended = True
-        self._wake.set()
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes that nobody has taken yet."""
-        return self._size
-
-    def take(self) -> bytes:
-        """All bytes that have come since the last call."""
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        self._size = 0
-        return data
-
-
 class Exchange:
     """Carries one request to a processor and its reply to the client."""
 
-    def __init__(self, *, client: Client, pool: PeerPool, receive: Receive, send: Send, abort: Callable[[], None]):
+    def __init__(
+        self,
+        *,
+        client: Client,
+        pool: PeerPool,
+        receive: Receive,
+        send: Send,
+        abort: Callable[[], None],
+        on_takeover: Callable[[], None],
+    ) -> None:
+        """`on_takeover` is called whenever another processor gets the request; `abort` cuts the connection."""
         self._client = client
         self._pool = pool
         self._receive = receive
         self._send = send
         self._abort = abort
+        self._on_takeover = on_takeover
+        self._trail = bytearray()
+        self._is_events = False  # the reply that has begun is a stream of events
         self._wake = asyncio.Event()
         self._has_left = False
+        self._ending: LinkError | None = None
         self._writing_since: float | None = None
         self._loop = asyncio.get_running_loop()
         self._stall_timer = self._loop.call_later(WRITE_TIMEOUT_S / 4, self._check_stall)
@@ -124,22 +112,48 @@ class Exchange:
     async def run(self, request: HttpRequest) -> None:
         """Returns when the reply is complete. Raises `ClientLeft`, or `RefusedHere` before any byte was sent."""
         watcher = self._loop.create_task(self._watch())
-        failed: set[str] = set()
-        error: LinkError | None = None
         try:
-            for _ in range(MAX_ATTEMPTS):
-                peer = await self._choose(failed, error)
-                failed.add(peer.boot)
-                error = await self._attempt(request, peer)
-                if error is None:
-                    return
-                if not may_retry(error):
-                    break
-            assert error is not None
-            raise RefusedHere(_refusal(error))
+            error = await self._try(request)
+            if error is None:
+                return
+            if self.status == 0:
+                raise RefusedHere(link_refusal(error))
+            await self._break_off(error)
         finally:
             watcher.cancel()
             self._stall_timer.cancel()
+
+    def end(self) -> None:
+        """The ingress is stopping: the request ends in an error, if it has not ended yet."""
+        self._ending = Refused("the server is stopping", code="shutting_down")
+        self._wake.set()
+
+    async def _try(self, request: HttpRequest) -> LinkError | None:
+        """Asks one processor after the other; the error that nothing could mend, None when the reply is complete."""
+        failed: set[str] = set()
+        error: LinkError | None = None
+        num_in_a_row = 0
+        while num_in_a_row < MAX_ATTEMPTS:
+            try:
+                peer = await self._choose(failed, error)
+            except LinkError as none:
+                return self._ending or error or none
+            if error is not None:
+                self._on_takeover()
+                attempt, trail = request.attempt + 1, bytes(self._trail)
+                request = msgspec.structs.replace(request, attempt=attempt, trail=trail)
+            failed.add(peer.boot)
+            reply = Reply(self._wake, self._trail)
+            error = await self._attempt(request, peer, reply)
+            if error is None or not may_retry(error) or not self._can_go_on:
+                return error
+            num_in_a_row = 1 if reply.num_pieces >= PROGRESS_PIECES else num_in_a_row + 1
+        return error
+
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether another processor can take over: nothing was sent, or it is known what."""
+        return self.status == 0 or (self._is_events and 0 < len(self._trail) <= MAX_TRAIL_BYTES)
 
     async def _watch(self) -> None:
         """Notices that the client has left, at any time."""
@@ -149,22 +163,32 @@ class Exchange:
         self._wake.set()
 
     async def _choose(self, failed: set[str], error: LinkError | None) -> Peer:
-        """The least busy processor; waits a little if there is none, as during a restart."""
+        """The least busy processor; waits a little if there is none, as during a restart. Raises `LinkError`."""
         peer = self._pool.least_busy(exclude=failed)
         if peer is None:
             if isinstance(error, Overloaded):
-                raise RefusedHere(_refusal(error))
-            try:
-                peer = await self._pool.wait_least_busy(PEER_WAIT_S, exclude=failed)
-            except NoPeer as none:
-                raise RefusedHere(_refusal(error or none)) from None
-        if self._has_left:
-            raise ClientLeft
+                raise error
+            wait_s = PEER_WAIT_S if error is None else LOST_WAIT_S
+            waiting = self._loop.create_task(self._pool.wait_least_busy(wait_s, exclude=failed))
+            peer = await self._unless_left(waiting)
+        self._check_end()
         return peer
 
-    async def _attempt(self, request: HttpRequest, peer: Peer) -> LinkError | None:
-        """Asks one processor. Returns the error it failed with if nothing was delivered, else None."""
-        reply = Reply(self._wake)
+    async def _unless_left(self, waiting: asyncio.Task[Peer]) -> Peer:
+        """The task's result; raises `ClientLeft` as soon as nobody needs it any more."""
+        try:
+            while not waiting.done():
+                self._wake.clear()
+                self._check_end()
+                left = self._loop.create_task(self._wake.wait())
+                await asyncio.wait((waiting, left), return_when=asyncio.FIRST_COMPLETED)
+                left.cancel()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    async def _attempt(self, request: HttpRequest, peer: Peer, reply: Reply) -> LinkError | None:
+        """Asks one processor. Returns the error it failed with, None once the reply is complete."""
         try:
             call = self._client.open(
                 request,
@@ -178,9 +202,18 @@ class Exchange:
         with self._pool.stream(peer.id):
             try:
                 return await self._relay(request.id, reply)
+            except Refused as ending:
+                return ending
             finally:
                 if not reply.has_ended:
                     call.cancel()
+
+    def _check_end(self) -> None:
+        """Raises if the exchange is to end before its reply is complete."""
+        if self._has_left:
+            raise ClientLeft
+        if self._ending is not None:
+            raise self._ending
 
     def _guarded(self, reply: Reply) -> Callable[[Any], None]:
         """The reply's `on_item`, which cuts a client that does not read."""
@@ -196,8 +229,7 @@ class Exchange:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._has_left:
-                raise ClientLeft
+            self._check_end()
             data = reply.take()
             if self.status == 0:
                 if reply.head is None or not data:
@@ -206,8 +238,9 @@ class Exchange:
                     continue
                 await self._start(reply.head, request_id)
             if reply.error is not None:
-                await self._break_off(reply, data)
-                return None
+                if data:
+                    await self._write(data, more=True)
+                return reply.error
             is_last = reply.has_ended
             await self._write(data, more=not is_last)
             if is_last:
@@ -215,6 +248,7 @@ class Exchange:
 
     async def _start(self, head: HttpHead, request_id: str) -> None:
         self.status = head.status
+        self._is_events = ("content-type", "text/event-stream") in head.headers
         headers = [(name.encode(), value.encode("latin-1")) for name, value in head.headers]
         headers.append((b"x-request-id", request_id.encode()))
         await self._send({"type": "http.response.start", "status": head.status, "headers": headers})
@@ -224,14 +258,12 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._writing_since = None
 
-    async def _break_off(self, reply: Reply, data: bytes) -> None:
-        """The processor failed after bytes were delivered: a stream says so, anything else is cut."""
-        assert reply.error is not None
-        is_stream = reply.head is not None and ("content-type", "text/event-stream") in reply.head.headers
-        if not is_stream:
+    async def _break_off(self, error: LinkError) -> None:
+        """The reply has begun and cannot be finished: a stream of events says so, anything else is cut."""
+        if not self._is_events:
             self._cut()
             raise ClientLeft
-        await self._write(data + error_event(reply.error.message, code=reply.error.code), more=False)
+        await self._write(error_event(error.message, code=error.code), more=False)
 
     def _check_stall(self) -> None:
         """Runs now and then beside a reply, cheaper than a timer per write."""
@@ -263,18 +295,3 @@ async def send_refusal(refusal: Refusal, *, request_id: str, receive: Receive, s
     except TimeoutError:
         pass  # closed below: the client had time to read the reply
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _refusal(error: LinkError) -> Refusal:
-    """The HTTP form of a failure between ingress and processor."""
-    if isinstance(error, NoPeer):
-        return Refusal(503, "No processor is ready; try again.", code="no_processor", retry_after_s=1)
-    if isinstance(error, Overloaded):
-        return Refusal(429, "The processors are busy; try again.", code="overloaded", retry_after_s=_seconds(error))
-    if may_retry(error):
-        return Refusal(503, f"The processor was lost: {error.message}", code=error.code, retry_after_s=1)
-    return Refusal(500, f"The processor failed: {error.message}", code=error.code)
-
-
-def _seconds(error: LinkError) -> int:
-    return max(1, round(error.retry_after_s or 1))

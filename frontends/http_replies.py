@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 
+from frontends.faults import may_retry
+from graph import LinkError, NoPeer, Overloaded
+
 Headers = tuple[tuple[str, str], ...]
 
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
@@ -75,3 +78,20 @@ def request_id(headers: Headers) -> str:
         if name == "x-request-id" and _SANE_ID.fullmatch(value):
             return value
     return mint_request_id()
+
+
+def link_refusal(error: LinkError) -> Refusal:
+    """The HTTP form of a failure between ingress and processor."""
+    if isinstance(error, NoPeer):
+        return Refusal(503, "No processor is ready; try again.", code="no_processor", retry_after_s=1)
+    if isinstance(error, Overloaded):
+        return Refusal(429, "The processors are busy; try again.", code="overloaded", retry_after_s=_seconds(error))
+    if error.code == "shutting_down":
+        return Refusal(503, "The server is stopping.", code=error.code, retry_after_s=1)
+    if may_retry(error):
+        return Refusal(503, f"The processor was lost: {error.message}", code=error.code, retry_after_s=1)
+    return Refusal(500, f"The processor failed: {error.message}", code=error.code)
+
+
+def _seconds(error: LinkError) -> int:
+    return max(1, round(error.retry_after_s or 1))

@@ -29,6 +29,10 @@ MAX_HEAD_BYTES = 32 * 1024
 HEAD_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75
 UNREAD_TIMEOUT_MS = 60_000
+IDLE_GRACE_S = 1.0
+"""How long a server that drains leaves idle connections open: a request may be on its way on one."""
+
+CLOSE_GRACE_S = 1.0
 
 
 class _Protocol(HttpToolsProtocol):
@@ -37,6 +41,15 @@ class _Protocol(HttpToolsProtocol):
     _head_bytes = 0
     _in_head = True
     _head_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, draining: asyncio.Event, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._draining = draining
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or bool(self.cycle.response_complete)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -68,6 +81,8 @@ class _Protocol(HttpToolsProtocol):
         self._in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
+        if self._draining.is_set() and self.cycle is not None:
+            self.cycle.keep_alive = False  # the reply says so to the client
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -129,11 +144,16 @@ class HttpServer:
         self._listener = listener
         self._state = ServerState()
         self._server: asyncio.Server | None = None
+        self._draining = asyncio.Event()
 
     @property
     def num_connections(self) -> int:
         """Connections open now, idle ones included."""
         return len(self._state.connections)
+
+    @property
+    def _connections(self) -> list[_Protocol]:
+        return [connection for connection in self._state.connections if isinstance(connection, _Protocol)]
 
     async def start(self) -> None:
         """Starts accepting."""
@@ -144,24 +164,34 @@ class HttpServer:
         self._server = await loop.create_server(self._make_protocol, sock=self._listener, backlog=2048)
 
     async def drain(self) -> None:
-        """Accepts no more, closes idle connections, returns when the busy ones are done."""
+        """Accepts no more, lets every connection end with its next reply, closes those that stay idle; returns when
+        the busy ones are done."""
         self._stop_accepting()
-        for connection in list(self._state.connections):
+        self._draining.set()
+        for connection in self._connections:
+            if not connection.is_idle:
+                connection.shutdown()
+        if any(connection.is_idle for connection in self._connections):
+            await asyncio.sleep(IDLE_GRACE_S)
+        for connection in self._connections:
             connection.shutdown()
         while self._state.tasks:
             await asyncio.wait(set(self._state.tasks))
 
     async def close(self) -> None:
-        """Accepts no more and cuts whatever is still open."""
+        """Accepts no more; gives running replies a moment to end, and cuts whatever is still open then."""
         self._stop_accepting()
-        for connection in list(self._state.connections):
+        tasks = set(self._state.tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_GRACE_S)
+        for connection in self._connections:
             connection.transport.abort()
         tasks = set(self._state.tasks)
         if tasks:
-            await asyncio.wait(tasks, timeout=1.0)
+            await asyncio.wait(tasks, timeout=CLOSE_GRACE_S)
 
     def _make_protocol(self) -> asyncio.Protocol:
-        return _Protocol(config=self._config, server_state=self._state, app_state={})
+        return _Protocol(self._draining, config=self._config, server_state=self._state, app_state={})
 
     def _stop_accepting(self) -> None:
         if self._server is not None:

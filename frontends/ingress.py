@@ -8,6 +8,7 @@ from frontends.messages import HttpBody, HttpHead, HttpRequest
 from graph import Calls, Component, Context, LaunchError, Listen, Options, option
 
 if TYPE_CHECKING:
+    from frontends.gateway import Gateway
     from frontends.http_server import HttpServer
 
 
@@ -28,6 +29,7 @@ class OpenAIFrontend(Component):
     requests = Calls(HttpRequest, (HttpHead, HttpBody))
 
     options: FrontendOptions
+    _gateway: Gateway | None = None
     _server: HttpServer | None = None
 
     async def start(self, context: Context) -> None:
@@ -36,7 +38,7 @@ class OpenAIFrontend(Component):
 
         if context.listener is None:
             raise LaunchError("the ingress was given no listening socket")
-        gateway = Gateway(
+        self._gateway = gateway = Gateway(
             context,
             context.client(type(self).requests),
             max_body_bytes=self.options.max_body_mb * 1024 * 1024,
@@ -51,6 +53,8 @@ class OpenAIFrontend(Component):
             await self._server.drain()
 
     async def stop(self) -> None:
+        if self._gateway is not None:
+            self._gateway.end()
         if self._server is not None:
             await self._server.close()
             self._server = None

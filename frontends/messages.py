@@ -15,6 +15,9 @@ class HttpRequest(Message, frozen=True, array_like=True, tag=True):
     headers: tuple[tuple[str, str], ...]  # lower-case names
     body: bytes
     received_s: float  # unix time
+    entropy: int = 0  # 64 random bits, the same for every processor that gets this request; 0: none given
+    attempt: int = 0  # how many processors had it before
+    trail: bytes = b""  # what the one before had told, if its reply had begun; see `frontends.trail`
 
 
 class HttpHead(Message, frozen=True, array_like=True, tag=True):
@@ -25,6 +28,7 @@ class HttpHead(Message, frozen=True, array_like=True, tag=True):
 
 
 class HttpBody(Message, frozen=True, array_like=True, tag=True):
-    """Bytes to write as they are."""
+    """Bytes to write as they are, and what another processor must know to go on behind them."""
 
     data: bytes
+    trail: bytes = b""

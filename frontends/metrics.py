@@ -60,10 +60,12 @@ class Meter:
         self._choices = choices
         self._clock = clock
         self._started = clock()
-        self._last: dict[int, float] = {}
+        # A choice that another processor began has had its first token.
+        self._last: dict[int, float] = {c.plan.index: self._started for c in choices if c.output}
 
     def __enter__(self) -> Meter:
-        self._metrics.queue.inc()
+        gauge = self._metrics.running if self._last else self._metrics.queue
+        gauge.inc()
         return self
 
     def __exit__(self, *exc: object) -> None:

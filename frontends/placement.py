@@ -8,6 +8,7 @@ A router that says that all workers are full is waited for; what it refuses then
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,10 @@ from graph import Call, Client, LinkError, NoPeer, Overloaded, Refused
 
 ROUTER_TIMEOUT_S = 1.0
 ROUTER_REST_S = 5.0
+LABEL_WAIT_S = 3.0
+"""How long a label that a lost processor held may take to become free."""
+
+_LABEL_RETRY_S = 0.05
 _WHOLE_LIFE_S = 30 * 24 * 3600.0  # the router answers once; the stream then lives as long as the request
 
 
@@ -45,14 +50,15 @@ class Placer:
 
     @asynccontextmanager
     async def place(
-        self, request: PlacementRequest, *, failed: Collection[str], wait_s: float
+        self, request: PlacementRequest, *, failed: Collection[str], wait_s: float, is_takeover: bool = False
     ) -> AsyncIterator[Placement]:
         """A placement that holds while the block runs. `failed` are boot ids of workers that failed the request.
 
         Raises `Refused` if the router declines, `Overloaded` if it sheds the request, `NoPeer` if no
-        worker turns up within `wait_s`.
+        worker turns up within `wait_s`. The label of a taken-over request may be held a moment longer
+        for the processor that was lost.
         """
-        call, placement = await self._ask(request)
+        call, placement = await self._ask_patiently(request, LABEL_WAIT_S if is_takeover else 0.0)
         try:
             if placement is None or placement.worker not in self._workers.peers:
                 peer = await self.pool.wait_least_busy(wait_s, exclude=failed)
@@ -82,6 +88,19 @@ class Placer:
         if not isinstance(told, Explanation):
             raise Refused(f"{router.id} does not explain its placements", code="not_explained")
         return told
+
+    async def _ask_patiently(
+        self, request: PlacementRequest, label_wait_s: float
+    ) -> tuple[Call | None, Placement | None]:
+        """As `_ask`, but asks again for so long while the label is in use."""
+        deadline = time.monotonic() + label_wait_s
+        while True:
+            try:
+                return await self._ask(request)
+            except Refused as refused:
+                if refused.code != "conflict" or time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_LABEL_RETRY_S)
 
     async def _ask(self, request: PlacementRequest) -> tuple[Call | None, Placement | None]:
         """The router's answer with the call that keeps it; nothing if there is no answer."""

@@ -1,7 +1,7 @@
 """The processor's half of one HTTP exchange.
 
 unanswered   nothing was sent; an error still becomes a plain HTTP reply
-streaming    the head and the first events are out; an error becomes the last event
+streaming    the head and the first events are out, perhaps another processor's; an error becomes the last event
 ended        complete, failed, or the client left
 """
 
@@ -52,13 +52,17 @@ class HttpReply:
         """A complete reply of status 200."""
         self.whole(200, msgspec.json.encode(value))
 
-    def events(self, data: bytes) -> None:
-        """Some finished server-sent events; the first ones bring the head."""
+    def take_over(self) -> None:
+        """Another processor began to stream this reply, and was lost."""
+        self.is_streaming = True
+
+    def events(self, data: bytes, trail: bytes = b"") -> None:
+        """Some finished server-sent events, with their trail; the first ones bring the head."""
         if not self.is_streaming:
             self.is_streaming = True
             self._stream.send(_EVENT_HEAD)
         self._sent_at = self._clock()
-        self._stream.send(HttpBody(data))
+        self._stream.send(HttpBody(data, trail))
 
     def end(self) -> None:
         """Ends a stream of events well."""

@@ -15,6 +15,7 @@ import msgspec
 
 from graph.declare import EdgeView, GraphView, NodeView, ports_of
 from graph.draft import leaves_of
+from graph.policy import most_replicas
 from graph.ports import Calls, Port, Publishes, Sends
 from graph.resources import Machine
 
@@ -115,6 +116,8 @@ def _count_faults(view: GraphView) -> Iterator[str]:
         for option, value, least in (("replicas", node.replicas, 0), ("gpus", node.gpus, 0), ("tp", node.tp, 1)):
             if value < least:
                 yield f"node '{name}' has {option} {value:g}; set {name}.{option} to {least} or more"
+        if node.replicas > (most := most_replicas(node)):
+            yield f"node '{name}' has {node.replicas} replicas; {_kind(node)}s can be at most {most}"
         if node.cores is not None and node.cores <= 0:
             yield f"node '{name}' has cores {node.cores:g}; set it above 0, or leave it out to share"
 

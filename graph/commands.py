@@ -24,7 +24,7 @@ from graph.errors import DeclarationError, GraphError, LaunchError, LinkError
 from graph.finding import connected, find_running
 from graph.logs import follow_logs, log_files, print_logs
 from graph.policy import DRAIN_TIMEOUT_S
-from graph.progress import status_table
+from graph.progress import last_words, status_table
 from graph.registry import SUPERVISOR
 from graph.rundir import RunDir, RunningGraph, base_dir, log_path
 from graph.status import GraphStatus
@@ -41,10 +41,14 @@ def serve(view: GraphView, *, launcher: str, detach: bool) -> int:
     """Runs the graph until its end, or, with `detach`, until it is ready."""
     from graph.detach import run_detached
     from graph.listeners import bind_listeners
+    from graph.resources import FEW_FILES, raise_file_limit
     from graph.serving import run_graph
 
     if launcher != "local":
         return _fail(f"there is no launcher {launcher!r}; use --on local", 2)
+    if (num_files := raise_file_limit()) < FEW_FILES:
+        warning = f"a process may open {num_files} files only, one for each connection; raise it with ulimit -n"
+        click.echo(f"warning: {warning}", err=True)
     try:
         listeners = bind_listeners(view)
     except LaunchError as error:
@@ -72,6 +76,8 @@ def status(graph: str | None, as_json: bool, watch: bool) -> int:
                 click.echo(msgspec.json.encode(current).decode())
             else:
                 console.print(status_table(current, time.time()))
+                for words in last_words(current):
+                    console.print(words, highlight=False, markup=False, soft_wrap=True)
             if not watch:
                 return 0
             await asyncio.sleep(_WATCH_S)
@@ -152,7 +158,7 @@ def stop(graph: str | None) -> int:
         return _fail(str(error))
     try:
         code = _talk(running.name, ask)
-        if code == 0 and gone and not select.select(gone, [], [], DRAIN_TIMEOUT_S + 10)[0]:
+        if code == 0 and gone and not select.select(gone, [], [], DRAIN_TIMEOUT_S + 15)[0]:
             return _fail(f"{running.name} (pid {running.pid}) still runs; end it with: kill {running.pid}")
         if code == 0:
             click.echo(f"{running.name} stopped")

@@ -65,6 +65,7 @@ class Component:
     Options: ClassVar[type[Options]] = Options
     listens: ClassVar[Listen | None] = None
     compute: ClassVar[bool] = False  # True: computes all the time, and shares the cores with others like it
+    max_replicas: ClassVar[int | None] = None  # a node of this component may have no more
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -81,8 +82,14 @@ class Component:
     async def alive(self) -> None:
         """Called now and then by the supervisor; returns when real work still gets done.
 
-        A component with an engine sends a canary through it; not returning in time means hung.
+        A component with an engine sends a canary through it. Raising, or not returning within `patience_s`,
+        means hung: the process is killed and replaced.
         """
+
+    @classmethod
+    def patience_s(cls, node: NodeView) -> float:
+        """How long `alive` may take on this node; must exceed its longest step. Pure."""
+        return 30.0
 
     @classmethod
     def check(cls, node: NodeView, graph: GraphView) -> Iterable[str]:

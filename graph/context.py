@@ -16,7 +16,17 @@ from graph.component import Client, Handler, Health, Publisher, Subscription
 from graph.errors import LinkError
 from graph.link import Links
 from graph.ports import Calls, Message, Publishes, Serves, Subscribes
-from graph.registry import SUPERVISOR, CollectMetrics, Directory, Join, MetricsText, Report, State, supervisor_port
+from graph.registry import (
+    SUPERVISOR,
+    CollectMetrics,
+    Directory,
+    Join,
+    MetricsText,
+    Noted,
+    Report,
+    State,
+    supervisor_port,
+)
 from graph.spec import ReplicaSpec, links_of
 
 log = logging.getLogger("headrace.replica")
@@ -54,6 +64,9 @@ class ReplicaContext:
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.get_ident()
         self._last_progress = ("", 0.0)
+        self._is_closing = False
+        self._version = -1
+        self._versions: dict[asyncio.Future[None], int] = {}  # who waits for which
         supervisor = supervisor_port()
         calls = Calls(supervisor.requests, supervisor.replies)
         calls.name = supervisor.name
@@ -118,12 +131,23 @@ class ReplicaContext:
             on_end=self._on_supervisor_lost,
         )
 
-    async def report(self, state: State) -> None:
+    async def report(self, state: State) -> Noted:
         """Tells the supervisor this replica's state; returns when it has been noted."""
-        await self._supervisor.call(Report(self.boot, state), peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S)
+        noted = await self._supervisor.call(Report(self.boot, state), peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S)
+        assert isinstance(noted, Noted)
+        return noted
+
+    def wait_version(self, version: int) -> asyncio.Future[None]:
+        """Resolves once this replica goes by that version of the directory, or a later one."""
+        waiter: asyncio.Future[None] = self.loop.create_future()
+        self._versions[waiter] = version
+        waiter.add_done_callback(self._versions.pop)
+        self._tell_version()
+        return waiter
 
     async def close(self) -> None:
-        """Ends all background work."""
+        """Ends all background work. The supervisor's line may go from now on."""
+        self._is_closing = True
         for task in self._tasks:
             task.remove_done_callback(self._on_task_done)
             task.cancel()
@@ -134,9 +158,17 @@ class ReplicaContext:
         self._health = directory.health
         others = [entry.peer() for entry in directory.replicas if entry.id != self.id]
         self._links.set_peers([self._supervisor_peer, *others])
+        self._version = directory.version
+        self._tell_version()
+
+    def _tell_version(self) -> None:
+        for waiter, version in self._versions.items():
+            if version <= self._version and not waiter.done():
+                waiter.set_result(None)
 
     def _on_supervisor_lost(self, error: LinkError | None) -> None:
-        self._on_failure(error or LinkError("the supervisor ended the directory's stream"))
+        if not self._is_closing:
+            self._on_failure(error or LinkError("the supervisor ended the directory's stream"))
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -80,12 +80,9 @@ def serve_control(supervisor: Supervisor, stop: Callable[[], None]) -> None:
         if isinstance(request, CollectMetrics):
             return _collect(supervisor, request.timeout_s, stream)
         if isinstance(request, Report):
-            if (managed := supervisor.replicas.get(stream.peer)) is not None:
-                managed.take(request)
-            stream.end(Noted())
-        else:
-            unwatch = supervisor.registry.watch(stream.send)
-            stream.on_cancel(unwatch)
+            return _note(supervisor, request, stream)
+        unwatch = supervisor.registry.watch(stream.send)
+        stream.on_cancel(unwatch)
         return None
 
     def on_control(request: GetStatus | Command | Stop, stream: Stream) -> Awaitable[None] | None:
@@ -104,6 +101,17 @@ def serve_control(supervisor: Supervisor, stop: Callable[[], None]) -> None:
 
 async def _collect(supervisor: Supervisor, timeout_s: float, stream: Stream) -> None:
     stream.end(MetricsText(await supervisor.collect_metrics(timeout_s)))
+
+
+async def _note(supervisor: Supervisor, report: Report, stream: Stream) -> None:
+    managed = supervisor.replicas.get(stream.peer)
+    if managed is not None:
+        managed.take(report)
+    if managed is None or report.state != "draining":
+        stream.end(Noted())
+        return
+    await supervisor.all_seen()
+    stream.end(Noted(managed.drain_left_s))
 
 
 async def _carry_out(supervisor: Supervisor, command: Command, stream: Stream) -> None:

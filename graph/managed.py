@@ -2,6 +2,7 @@
 
 starting -> ready -> draining -> stopped     see `graph.registry` for the states
 starting | ready -> (dead) -> stopped -> starting    after a pause that grows
+ready -> draining -> (dead) -> stopped -> starting   when someone else sent the process SIGTERM
 starting -> failed                            when it failed to start too often
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from graph.errors import LaunchError
 from graph.launcher import Exit, LocalProcess, log_tail
-from graph.policy import Backoff
+from graph.policy import DRAIN_TIMEOUT_S, KILL_MARGIN_S, Backoff
 from graph.registry import Entry, Registry, Report, State
 from graph.rundir import socket_path
 
@@ -46,6 +47,8 @@ class Managed:
         self.boot = ""
         self.process: LocalProcess | None = None
         self.num_restarts = 0
+        self.start_s: float | None = None  # how long the present process took to become ready
+        self.gpus: tuple[str, ...] = ()
         self.is_over = False  # `run` has returned
         self.log_file = log_file
         self._run_dir = run_dir
@@ -53,6 +56,8 @@ class Managed:
         self._start = start
         self._on_change = on_change
         self._ready_at: float | None = None
+        self._verdict = ""  # why we killed the present process
+        self._drain_until: float | None = None
         self._leaving = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -76,7 +81,8 @@ class Managed:
                 break
             ready_s = None if self._ready_at is None else time.monotonic() - self._ready_at
             delay_s = backoff.next_delay_s(ready_s)
-            self.reason = f"{end} {'before it was ready' if ready_s is None else f'after {ready_s:.0f} s of service'}"
+            how = f"{self._verdict}; {end}" if self._verdict else str(end)
+            self.reason = f"{how} {'before it was ready' if ready_s is None else f'after {ready_s:.0f} s of service'}"
             log.warning(
                 "%s died: %s; %s", self.id, self.reason, "given up" if delay_s is None else f"again in {delay_s} s"
             )
@@ -93,7 +99,8 @@ class Managed:
     async def _one_life(self) -> Exit | LaunchError:
         """Starts a process and returns when it is dead, reaped and withdrawn."""
         self.boot = uuid.uuid4().hex[:8]
-        self._ready_at = None
+        self._ready_at = self._drain_until = self.start_s = None
+        self._verdict = ""
         self.started_s = time.time()
         path = socket_path(self._run_dir, self.id, self.boot)
         try:
@@ -111,27 +118,55 @@ class Managed:
         """Books what the replica says of itself; words of an earlier process count for nothing."""
         if report.boot != self.boot or self.process is None or self.state == "draining":
             return
-        if report.state == "ready" and self.state != "ready":
+        if report.state == "draining":
+            self._drain_until = time.monotonic() + DRAIN_TIMEOUT_S
+            self._move("draining", doing="someone sent it SIGTERM")
+        elif report.state == "ready" and self.state != "ready":
             self._ready_at = time.monotonic()
+            self.start_s = time.time() - self.started_s
             self._move("ready")
         elif self.state == "starting":
             self.doing, self.fraction = report.doing, report.fraction
             self._on_change()
 
     async def leave(self, timeout_s: float) -> None:
-        """Withdraws the replica, lets it finish its work, and returns when it is dead; killed after `timeout_s`."""
+        """Withdraws the replica, lets it finish its work, and returns when it is dead.
+
+        What it has not finished after `timeout_s` it hands over or ends in an error; it is killed if it does
+        not leave then.
+        """
         self._leaving.set()
         process = self.process
         if process is None:
             return
-        self._move("draining")
+        self._drain_until = time.monotonic() + timeout_s
+        self._move("draining", doing=f"for at most {timeout_s:.0f} s")
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), timeout_s)
+            await asyncio.wait_for(process.wait(), timeout_s + KILL_MARGIN_S)
         except TimeoutError:
-            log.warning("%s did not drain within %.0f s and is killed", self.id, timeout_s)
+            log.warning("%s did not leave within %.0f s and is killed", self.id, timeout_s + KILL_MARGIN_S)
             process.kill()
             await process.wait()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it was asked to leave for good."""
+        return self._leaving.is_set()
+
+    @property
+    def drain_left_s(self) -> float:
+        """How long its running work may still take."""
+        return DRAIN_TIMEOUT_S if self._drain_until is None else max(0.0, self._drain_until - time.monotonic())
+
+    def end_hung(self, boot: str, why: str) -> bool:
+        """Kills the process of that boot, which does no work any more; False if it is gone already."""
+        if self.process is None or self.boot != boot:
+            return False
+        log.warning("%s is killed: %s", self.id, why)
+        self._verdict = why
+        self.process.kill()
+        return True
 
     def kill(self) -> None:
         """Ends the process at once and for good."""

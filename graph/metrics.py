@@ -9,8 +9,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from graph.ports import Calls, Message, Serves
-
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """One value of one time series."""
@@ -29,42 +27,16 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
     samples: tuple[Sample, ...]
 
 
-class ReadMetrics(Message, frozen=True, array_like=True, tag=True):
-    """Supervisor to replica: your metrics, please."""
-
-
-class Families(Message, frozen=True, array_like=True, tag=True):
-    """All metrics of one replica."""
-
-    families: tuple[Family, ...]
-
-
-def replica_port() -> Serves:
-    """The port that every replica serves to the supervisor. Its name can be no component's attribute."""
-    port = Serves(ReadMetrics, Families)
-    port.name = "replica.control"
-    return port
-
-
-def replica_calls() -> Calls:
-    """The supervisor's end of `replica_port`."""
-    port = Calls(ReadMetrics, Families)
-    port.name = "replica.control"
-    return port
-
-
-def read_families(registry: CollectorRegistry) -> Families:
+def read_families(registry: CollectorRegistry) -> tuple[Family, ...]:
     """What a replica's registry holds now."""
-    return Families(
-        tuple(
-            Family(
-                metric.name,
-                metric.documentation,
-                metric.type,
-                tuple(Sample(s.name, dict(s.labels), float(s.value)) for s in metric.samples),
-            )
-            for metric in registry.collect()
+    return tuple(
+        Family(
+            metric.name,
+            metric.documentation,
+            metric.type,
+            tuple(Sample(s.name, dict(s.labels), float(s.value)) for s in metric.samples),
         )
+        for metric in registry.collect()
     )
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from graph.declare import GraphView
+from graph.declare import GraphView, NodeView
 from graph.errors import DeclarationError
 from graph.ports import Calls
+
+if TYPE_CHECKING:
+    from graph.managed import Managed
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 10.0
@@ -15,7 +19,13 @@ STABLE_S = 30.0
 MAX_FAILED_STARTS = 3
 MAX_REPLICAS = 1_000
 DRAIN_TIMEOUT_S = 30.0
-"""How long running work may take to finish before its process is killed."""
+"""How long the running work of a replica that leaves may take to finish; what is left is handed over then."""
+
+KILL_MARGIN_S = 3.0
+"""How long after that a replica may take to end."""
+
+MAX_COMPUTE_PER_CORE = 8
+"""Replicas that compute all the time, for each core of the machine; with more, nobody gets anything done."""
 
 
 class Backoff:
@@ -60,7 +70,9 @@ def drain_order(view: GraphView) -> list[list[str]]:
     return order
 
 
-def plan_scale(view: GraphView, desired: Mapping[str, int], targets: Sequence[str], num_gpus: int) -> dict[str, int]:
+def plan_scale(
+    view: GraphView, desired: Mapping[str, int], targets: Sequence[str], num_gpus: int, num_cores: int
+) -> dict[str, int]:
     """The new counts that `NODE=N`, `NODE=+N`, `NODE=-N` ask for, each node once.
 
     Raises `DeclarationError` naming every fault; `num_gpus` 0 means that there is none to divide.
@@ -79,10 +91,13 @@ def plan_scale(view: GraphView, desired: Mapping[str, int], targets: Sequence[st
         else:
             counts[node] = _count(desired[node], match[1], int(match[2]))
     faults += [f"{node}={n}: there cannot be fewer than 0 replicas" for node, n in counts.items() if n < 0]
-    faults += [f"{node}={n}: at most {MAX_REPLICAS} replicas" for node, n in counts.items() if n > MAX_REPLICAS]
-    needed = sum(node.gpus * {**desired, **counts}[name] for name, node in view.nodes.items())
-    if not faults and num_gpus and needed > num_gpus:
-        faults.append(f"that takes {needed:g} GPUs, but there are {num_gpus}")
+    faults += [
+        f"{node}={n}: a graph can have at most {most} replicas of {view.nodes[node].component.__name__}"
+        for node, n in counts.items()
+        if n > (most := most_replicas(view.nodes[node]))
+    ]
+    if not faults:
+        faults += _resource_faults(view, {**desired, **counts}, counts, num_gpus, num_cores)
     if not targets:
         faults.append("name at least one NODE=N")
     if faults:
@@ -90,8 +105,40 @@ def plan_scale(view: GraphView, desired: Mapping[str, int], targets: Sequence[st
     return counts
 
 
+def most_replicas(node: NodeView) -> int:
+    """How many replicas a node may have, whatever the machine."""
+    limit = node.component.max_replicas
+    return MAX_REPLICAS if limit is None else limit
+
+
+def _resource_faults(
+    view: GraphView, wanted: Mapping[str, int], counts: Mapping[str, int], num_gpus: int, num_cores: int
+) -> list[str]:
+    """What the machine has not got. Only who asks for more of something is told that there is too little."""
+    faults = []
+    gpus = sum(node.gpus * node.tp * wanted[name] for name, node in view.nodes.items())
+    if num_gpus and gpus > num_gpus:
+        asked = ", ".join(
+            f"{name} {node.gpus * node.tp * wanted[name]:g}" for name, node in view.nodes.items() if node.gpus
+        )
+        faults.append(f"that takes {gpus:g} GPUs ({asked}), but there are {num_gpus}")
+    computing = sum(wanted[name] for name, node in view.nodes.items() if node.component.compute)
+    if any(view.nodes[name].component.compute for name in counts) and computing > MAX_COMPUTE_PER_CORE * num_cores:
+        faults.append(
+            f"that makes {computing} replicas that compute, but {num_cores} cores carry at most "
+            f"{MAX_COMPUTE_PER_CORE * num_cores}"
+        )
+    return faults
+
+
 def _count(now: int, sign: str, number: int) -> int:
     return {"": number, "+": now + number, "-": now - number}[sign]
+
+
+def surplus(replicas: Iterable[Managed], count: int) -> list[Managed]:
+    """Which of a node's replicas leave so that `count` stay: those that failed first, then the youngest."""
+    ordered = sorted(replicas, key=lambda m: (m.state != "failed", -m.index))
+    return ordered[: max(0, len(ordered) - count)]
 
 
 def free_indexes(taken: Iterable[int], count: int) -> list[int]:

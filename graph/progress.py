@@ -79,9 +79,22 @@ def status_table(status: GraphStatus, now_s: float) -> Table:
                 str(replica.pid or ""),
                 str(replica.rss_mb or ""),
                 str(replica.restarts),
-                Text(replica.doing or replica.reason),
+                Text(replica.doing or _past(replica)),
             )
     return table
+
+
+def _past(replica: ReplicaStatus) -> str:
+    """What there is to tell of a replica that just does its work: why it died last, or how long it took to start."""
+    if replica.reason:
+        return f"before: {replica.reason}"
+    return "" if replica.start_s is None else f"started in {replica.start_s:.1f} s"
+
+
+def last_words(status: GraphStatus) -> list[str]:
+    """Of each replica that failed: its name, why, and the end of its log."""
+    replicas = [replica for node in status.nodes.values() for replica in node.replicas]
+    return [f"{r.id} failed: {r.reason}\n{r.last_words}" for r in replicas if r.state == "failed"]
 
 
 def _duration(seconds: float) -> str:

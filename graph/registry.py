@@ -65,7 +65,10 @@ class Join(Message, frozen=True, array_like=True, tag=True):
 
 
 class Report(Message, frozen=True, array_like=True, tag=True):
-    """Replica to supervisor: my state, and what I am doing while I start (`fraction` of 1 done, if known)."""
+    """Replica to supervisor: my state, and what I am doing while I start (`fraction` of 1 done, if known).
+
+    State "draining" is answered once nobody sends this replica new requests any more.
+    """
 
     boot: str
     state: State
@@ -74,7 +77,9 @@ class Report(Message, frozen=True, array_like=True, tag=True):
 
 
 class Noted(Message, frozen=True, array_like=True, tag=True):
-    """The report was taken."""
+    """The report was taken. `drain_s` is how long the running work of a draining replica may take."""
+
+    drain_s: float | None = None
 
 
 class CollectMetrics(Message, frozen=True, array_like=True, tag=True):

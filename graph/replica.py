@@ -3,7 +3,7 @@
     told       the spec arrives on standard input; the component's module is imported
     starting   the component starts; progress goes to the supervisor
     ready      it serves, until SIGTERM (a planned end) or a failure
-    draining   no new work arrives; the running work is finished
+    draining   no new work arrives; the running work is finished, or handed over when the time is up
     stopped    everything is freed; exit status 0 after a planned end, else 1
 
 The process never outlives its parent: the kernel kills it when the parent dies, and the end of
@@ -13,12 +13,10 @@ standard input says so as well.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import Coroutine
@@ -32,7 +30,8 @@ from graph.component import Component
 from graph.context import ReplicaContext
 from graph.link import Links, ZeroMQ
 from graph.loader import import_component
-from graph.metrics import read_families, replica_port
+from graph.replica_port import serve_replica_port
+from graph.resources import raise_file_limit
 from graph.spec import ReplicaSpec
 
 log = logging.getLogger("headrace.replica")
@@ -49,7 +48,7 @@ def main() -> int:
         return 1
     _set_title(spec.title)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _raise_file_limit()
+    raise_file_limit()
     log.info("%s boot %s starts, pid %d", spec.id, spec.boot, os.getpid())
     component_class = import_component(spec.component)
     component = component_class(msgspec.convert(spec.options, component_class.Options))
@@ -85,7 +84,7 @@ class Replica:
         metrics = CollectorRegistry()
         links = Links(self._spec.id, self._spec.boot, transport=ZeroMQ(), listen=self._spec.address)
         context = ReplicaContext(self._spec, links, loop=loop, metrics=metrics, on_failure=self._fail)
-        links.serve(replica_port(), lambda _, stream: stream.end(read_families(metrics)))
+        serve_replica_port(links, self._component, metrics, context.wait_version)
         try:
             context.join()
             await self._live(context)
@@ -106,7 +105,18 @@ class Replica:
         log.info("%s is ready", self._spec.id)
         await self._unless(self._leave.wait())
         log.info("%s drains", self._spec.id)
-        await self._unless(self._component.drain())
+        await self._unless(self._drain(context))
+
+    async def _drain(self, context: ReplicaContext) -> None:
+        """Returns when the running work is done, or its time is up; `stop` ends what is left then."""
+        limit_s = (await context.report("draining")).drain_s
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                await self._component.drain()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            log.warning("%s has not finished its work within %.0f s", self._spec.id, limit_s)
 
     async def _unless(self, work: Coroutine[Any, Any, Any], *others: asyncio.Event) -> bool:
         """Does `work`; whether it finished before any of `others`. A failure elsewhere ends it and is raised."""
@@ -157,13 +167,6 @@ def _read_line(descriptor: int) -> bytes:
             sys.exit("the parent is gone")
         line += piece
     return bytes(line)
-
-
-def _raise_file_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _set_title(title: str) -> None:

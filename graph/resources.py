@@ -1,8 +1,10 @@
-"""Resources: how a machine's cores and GPUs are divided among replicas. Pure."""
+"""Resources: how a machine's cores and GPUs are divided among replicas, and how many files a process may open."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +12,18 @@ import msgspec
 
 from graph.declare import GraphView, NodeView
 from graph.errors import LaunchError
+
+FEW_FILES = 8_192
+"""Open files below which a busy ingress runs out of them: one for each connection."""
+
+
+def raise_file_limit() -> int:
+    """Raises this process's limit of open files as far as it may; returns what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Machine(msgspec.Struct, frozen=True):

@@ -103,7 +103,7 @@ class _Serving:
         self._run_dir.announce(
             RunningGraph(self._run_dir.name, os.getpid(), supervisor.view.file, supervisor.peer, supervisor.url)
         )
-        logs = asyncio.create_task(supervisor.bound_logs())
+        watch = asyncio.create_task(supervisor.watch())
         try:
             failed = await self._start()
             if failed:
@@ -116,7 +116,7 @@ class _Serving:
             await self._ending.drain.wait()
             return await self._drain()
         finally:
-            logs.cancel()
+            watch.cancel()
             await supervisor.close()
 
     async def _start(self) -> list[Managed]:

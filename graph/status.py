@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import msgspec
 import psutil
 
 from graph.managed import Managed
+from graph.metrics import Family, Sample
 from graph.registry import State
 
 
@@ -25,6 +27,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     reason: str = ""  # why it died last
     last_words: str = ""  # the end of its log, if it failed
     rss_mb: int | None = None
+    start_s: float | None = None  # how long it took to become ready
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -50,13 +54,24 @@ def node_status(desired: int, replicas: Iterable[Managed]) -> NodeStatus:
     return NodeStatus(desired, sum(m.state == "ready" for m in ordered), tuple(_replica_status(m) for m in ordered))
 
 
-def num_in_states(nodes: Mapping[str, NodeStatus]) -> dict[tuple[str, str], int]:
-    """Number of replicas by node and state, zeros left out."""
-    counts: dict[tuple[str, str], int] = {}
-    for node, status in nodes.items():
-        for replica in status.replicas:
-            counts[node, replica.state] = counts.get((node, replica.state), 0) + 1
-    return counts
+def graph_families(status: GraphStatus, num_hangs: Mapping[str, int]) -> list[Family]:
+    """The supervisor's own metrics: what it keeps running, and how often it had to step in."""
+    replicas = [(node, replica) for node, counts in status.nodes.items() for replica in counts.replicas]
+    states = Counter((node, replica.state) for node, replica in replicas)
+    return [
+        Family("headrace_replicas", "Replicas by state.", "gauge", tuple(
+            Sample("headrace_replicas", {"node": node, "state": state}, n) for (node, state), n in states.items())),
+        Family("headrace_replicas_desired", "Replicas there should be.", "gauge", tuple(
+            Sample("headrace_replicas_desired", {"node": node}, n.desired) for node, n in status.nodes.items())),
+        Family("headrace_replica_restarts", "Restarts that nobody asked for.", "counter", tuple(
+            Sample("headrace_replica_restarts_total", {"node": node, "replica": r.id}, r.restarts)
+            for node, r in replicas)),
+        Family("headrace_replica_hangs", "Replicas killed because no work got done.", "counter", tuple(
+            Sample("headrace_replica_hangs_total", {"node": node}, n) for node, n in num_hangs.items())),
+        Family("headrace_replica_start_seconds", "From the start of the process until it was ready.", "gauge", tuple(
+            Sample("headrace_replica_start_seconds", {"node": node, "replica": r.id}, r.start_s)
+            for node, r in replicas if r.start_s is not None)),
+    ]  # fmt: skip
 
 
 def _replica_status(managed: Managed) -> ReplicaStatus:
@@ -72,6 +87,8 @@ def _replica_status(managed: Managed) -> ReplicaStatus:
         managed.reason,
         managed.last_words,
         None if pid is None else _rss_mb(pid),
+        managed.start_s,
+        managed.gpus,
     )
 
 

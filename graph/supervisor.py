@@ -19,18 +19,20 @@ from typing import Literal
 
 from graph.component import Health, Peer
 from graph.declare import GraphView
-from graph.errors import DeclarationError, LaunchError, LinkError
+from graph.errors import DeclarationError, LaunchError
+from graph.hangs import HangWatch
 from graph.launcher import LocalLauncher, LocalProcess, bound_log
 from graph.link import Links, ZeroMQ
 from graph.loader import component_reference
 from graph.managed import Managed
-from graph.metrics import Families, Family, ReadMetrics, Sample, merge, replica_calls
-from graph.policy import DRAIN_TIMEOUT_S, drain_order, free_indexes, plan_scale, split_replica
+from graph.metrics import merge
+from graph.policy import DRAIN_TIMEOUT_S, drain_order, free_indexes, plan_scale, split_replica, surplus
 from graph.registry import SUPERVISOR, Directory, LocalRegistry
+from graph.replica_port import Replicas
 from graph.resources import GpuPool, Machine, cores_for, thread_environment
 from graph.rundir import RunDir, log_path, socket_path
 from graph.spec import ReplicaSpec, plain_options, targets_of
-from graph.status import GraphStatus, node_status, num_in_states
+from graph.status import GraphStatus, graph_families, node_status
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -74,8 +76,8 @@ class Supervisor:
         address = f"ipc://{socket_path(run_dir.path, SUPERVISOR, boot)}"
         self.peer = Peer(SUPERVISOR, boot, address)
         self.links = Links(SUPERVISOR, boot, transport=ZeroMQ(), listen=address)
-        calls = replica_calls()
-        self._replica_client = self.links.client(calls, dict.fromkeys(view.nodes, calls.name))
+        self._asked = Replicas(self.links, view.nodes)
+        self._hangs = HangWatch(self._asked, view.nodes)
 
     # Life
 
@@ -120,8 +122,13 @@ class Supervisor:
         await asyncio.gather(*self._tasks.values())
         await self.links.close()
 
-    async def bound_logs(self) -> None:
-        """Runs as long as the graph: keeps the logs from filling the disk."""
+    async def watch(self) -> None:
+        """Runs as long as the graph: kills replicas that hang, keeps the logs from filling the disk."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._hangs.run(self.replicas))
+            group.create_task(self._bound_logs())
+
+    async def _bound_logs(self) -> None:
         while True:
             await asyncio.sleep(_LOG_CHECK_S)
             for file in sorted((self._run_dir.path / "logs").glob("*.log")):
@@ -132,17 +139,18 @@ class Supervisor:
     async def scale(self, targets: Sequence[str], tell: Callable[[str], None], *, wait: bool) -> None:
         """Carries out `graph scale`; raises `DeclarationError` before anything is touched."""
         async with self._command():
-            counts = plan_scale(self.view, self.desired, targets, self.gpus.num_gpus)
-            added, removed = [], []
-            for node, count in counts.items():
-                present = sorted(self._of(node), key=lambda m: (m.state != "failed", -m.index))
-                removed += present[: max(0, len(present) - count)]
-                indexes = free_indexes((m.index for m in present), max(0, count - len(present)))
-                added += [self._add(node, index) for index in indexes]
-                self.desired[node] = count
-            tell(f"starting {len(added)}, draining {len(removed)} replicas")
-            work = [self._remove(m, tell) for m in removed] + [_tell_ready(m, tell) for m in added]
-            tasks = [asyncio.create_task(one) for one in work]
+            counts = plan_scale(self.view, self.desired, targets, self.gpus.num_gpus, self._machine.num_cores)
+            staying = {node: self._staying(node) for node in counts}
+            removed = [m for node, count in counts.items() for m in surplus(staying[node], count)]
+            missing = {node: max(0, count - len(staying[node])) for node, count in counts.items()}
+            self.desired |= counts
+            tell(f"starting {sum(missing.values())}, draining {len(removed)} replicas")
+            tasks = [asyncio.create_task(self._remove(m, tell)) for m in removed]
+            if any(missing[node] and self.view.nodes[node].gpus for node in counts):
+                await self._gpus_free(tell)
+            for node, number in missing.items():
+                indexes = free_indexes((m.index for m in self._of(node)), number)
+                tasks += [asyncio.create_task(_tell_ready(self._add(node, index), tell)) for index in indexes]
             if wait:
                 await asyncio.gather(*tasks)
             else:
@@ -187,42 +195,29 @@ class Supervisor:
 
     async def collect_metrics(self, timeout_s: float) -> bytes:
         """All replicas' metrics, and the supervisor's own; who does not answer in time is left out."""
-        ids = [m.id for m in self.replicas.values() if m.state in ("ready", "draining")]
-        answers = await asyncio.gather(*(self._read_metrics(id, timeout_s) for id in ids))
-        return merge(self._own_metrics(), {id: families for id, families in zip(ids, answers, strict=True) if families})
+        families = await self._asked.families(self._serving_ids(), timeout_s)
+        return merge(graph_families(self.status(), self._hangs.num_hangs), families)
 
-    async def _read_metrics(self, id: str, timeout_s: float) -> tuple[Family, ...]:
-        try:
-            reply = await self._replica_client.call(ReadMetrics(), peer=id, timeout_s=timeout_s)
-        except LinkError:
-            return ()
-        assert isinstance(reply, Families)
-        return reply.families
+    async def all_seen(self) -> None:
+        """Returns when every replica that sends requests goes by the directory as it is now; bounded."""
+        await self._asked.see(self.registry.directory.version, self._serving_ids())
 
-    def _own_metrics(self) -> list[Family]:
-        counts = num_in_states(self.status().nodes)
-        replicas = tuple(
-            Sample("headrace_replicas", {"node": node, "state": state}, n) for (node, state), n in counts.items()
-        )
-        restarts = tuple(
-            Sample("headrace_replica_restarts_total", {"node": m.node, "replica": m.id}, m.num_restarts)
-            for m in self.replicas.values()
-        )
-        return [
-            Family("headrace_replicas", "Replicas by state.", "gauge", replicas),
-            Family("headrace_replica_restarts", "Restarts that nobody asked for.", "counter", restarts),
-        ]
+    def _serving_ids(self) -> list[str]:
+        return [m.id for m in self.replicas.values() if m.state in ("ready", "draining")]
 
     # Replicas
 
     def _of(self, node: str) -> list[Managed]:
         return [m for m in self.replicas.values() if m.node == node]
 
+    def _staying(self, node: str) -> list[Managed]:
+        return [m for m in self._of(node) if not m.is_leaving]
+
     def _chosen(self, target: str) -> list[Managed]:
         node, index = split_replica(self.view, target)
-        chosen = [m for m in self._of(node) if index in (None, m.index)]
+        chosen = [m for m in self._staying(node) if index in (None, m.index)]
         if not chosen:
-            known = ", ".join(m.id for m in self._of(node)) or "no replica"
+            known = ", ".join(m.id for m in self._staying(node)) or "no replica"
             raise DeclarationError(f"no replica {target!r}; the node has {known}")
         return chosen
 
@@ -239,6 +234,18 @@ class Supervisor:
         self.replicas[id] = managed
         self._tasks[id] = asyncio.create_task(managed.run(), name=id)
         return managed
+
+    async def _gpus_free(self, tell: Callable[[str], None]) -> None:
+        """Waits for those that leave, where what stays and what comes does not fit beside them."""
+        nodes = self.view.nodes
+        leaving = [m for m in self.replicas.values() if m.is_leaving]
+        held = sum(nodes[m.node].gpus * nodes[m.node].tp for m in leaving)
+        wanted = sum(node.gpus * node.tp * self.desired[name] for name, node in nodes.items())
+        if self.gpus.num_gpus and held + wanted > self.gpus.num_gpus:
+            tell("waiting for the GPUs of those that leave")
+            await asyncio.gather(*(m.until() for m in leaving))
+            for managed in leaving:
+                self.gpus.give_back(managed.id)
 
     async def _remove(self, managed: Managed, tell: Callable[[str], None]) -> None:
         began = time.monotonic()
@@ -268,6 +275,7 @@ class Supervisor:
         gpus = self.gpus.take(managed.id, node.gpus)
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            managed.gpus = gpus
         return self._launcher.start(
             spec, environment=environment, log=managed.log_file, listener=self._listeners.get(node.name)
         )

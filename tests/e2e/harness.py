@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,48 @@ class ServedGraph:
         """Process ids of the ready replicas of `node`."""
         return [r["pid"] for r in self.status()["nodes"][node]["replicas"] if r["state"] == "ready"]
 
+    def replicas(self, node: str) -> list[dict[str, Any]]:
+        """The replicas of `node` as `graph status` tells them."""
+        found: list[dict[str, Any]] = self.status()["nodes"][node]["replicas"]
+        return found
+
+    def run(self, *args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Another `graph` command about this graph."""
+        return subprocess.run(
+            [GRAPH, args[0], "--graph", self.name, *args[1:]],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def wait_until(self, holds: Callable[[], Any], timeout_s: float = 30.0) -> float:
+        """Waits until `holds()` is true and returns how long that took; fails with the graph's output."""
+        began = time.monotonic()
+        while not holds():
+            assert time.monotonic() - began < timeout_s, f"not so within {timeout_s:g} s:\n{self.log_text()}"
+            time.sleep(0.1)
+        return time.monotonic() - began
+
+    def wait_state(self, state: str = "ready", timeout_s: float = 60.0) -> float:
+        """Waits until every desired replica is ready and the graph is in that state."""
+
+        def holds() -> bool:
+            status = self.status()
+            complete = all(n["ready"] == n["desired"] == len(n["replicas"]) for n in status["nodes"].values())
+            return bool(status["state"] == state and complete)
+
+        return self.wait_until(holds, timeout_s)
+
+    def wait_node(self, node: str, timeout_s: float = 60.0) -> float:
+        """Waits until every desired replica of `node` is ready."""
+
+        def holds() -> bool:
+            counts = self.status()["nodes"][node]
+            return bool(counts["ready"] == counts["desired"] == len(counts["replicas"]))
+
+        return self.wait_until(holds, timeout_s)
+
     def metrics(self) -> dict[str, list[tuple[dict[str, str], float]]]:
         """All samples of `/metrics`, by sample name."""
         found: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -89,6 +131,10 @@ class ServedGraph:
             for sample in family.samples:
                 found.setdefault(sample.name, []).append((sample.labels, sample.value))
         return found
+
+    def samples(self, name: str, label: str) -> dict[str, float]:
+        """The values of `name` by one of its labels."""
+        return {labels[label]: value for labels, value in self.metrics().get(name, [])}
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples of `name` that carry these labels; the metric must exist."""

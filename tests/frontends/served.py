@@ -102,14 +102,15 @@ class Served:
         self.context = context
         self.workers = workers
         self.router = router
+        self._received_s = time.time()
         self._front = FakeClient()
         self._front.serve("processor/0", context.handlers["requests"])
 
-    def start(self, method: str, path: str, body: Any = None) -> Answer:
-        """Sends one request; `body` is JSON or raw bytes."""
+    def start(self, method: str, path: str, body: Any = None, *, answer: Answer | None = None, **fields: Any) -> Answer:
+        """Sends one request; `body` is JSON or raw bytes, `fields` are further ones of the `HttpRequest`."""
         raw = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
-        request = HttpRequest("req-1", method, path, "", (), raw, time.time())
-        answer = Answer()
+        request = HttpRequest("req-1", method, path, "", (), raw, self._received_s, **fields)
+        answer = answer or Answer()
         answer.call = self._front.open(
             request, peer="processor/0", timeout_s=60, on_item=answer.on_item, on_end=answer.on_end
         )

@@ -228,6 +228,32 @@ def test_router_refuses_a_label_in_use() -> None:
     serve(test, FakeWorker(), router=router, hash_unit=16)
 
 
+def test_label_of_a_lost_processor_is_waited_for() -> None:
+    async def test(served: Served) -> None:
+        answer = served.start("POST", "/v1/completions", {"prompt": "a", "disagg_request_id": 5}, attempt=1)
+        await until(lambda: len(router.requests) >= 2)
+        router.placement = Placement("decode/0", None, 5)
+        await until(answer.ended.is_set)
+        assert answer.status == 200
+        assert {request.disagg_request_id for request in router.requests} == {5}
+
+    router = FakeRouter(Refused("label 5 is in use", code="conflict"))
+    serve(test, FakeWorker(), router=router, hash_unit=16)
+
+
+def test_workers_that_get_on_may_fail_more_often() -> None:
+    async def test(served: Served) -> None:
+        reply = await served.complete(max_tokens=60)
+        assert reply.status == 200
+        assert reply.json["usage"]["completion_tokens"] == 60
+        assert sum(len(worker.requests) for worker in workers) == 5
+
+    workers = [FakeWorker(SCRIPT, name=f"decode/{i}") for i in range(5)]
+    for worker in workers:
+        worker.fails_after, worker.failure = 13, PeerLost("died")
+    serve(test, *workers)
+
+
 def test_one_failing_choice_ends_its_siblings() -> None:
     async def test(served: Served) -> None:
         reply = await served.complete(n=3, max_tokens=1000)

@@ -30,13 +30,22 @@ GRAPH = Path(sys.executable).with_name("graph")
 class Toy:
     """One `graph serve toys.py` and what can be seen of it from outside."""
 
-    def __init__(self, runtime: Path, *arguments: str) -> None:
+    command = (str(GRAPH),)
+
+    def __init__(
+        self, runtime: Path, *arguments: str, gpus: str | None = None, limit_files: tuple[int, int] | None = None
+    ) -> None:
         self.runtime = runtime
         self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+        if gpus is not None:
+            self.environment["CUDA_VISIBLE_DEVICES"] = gpus
         self.output = runtime / f"output-{time.monotonic_ns()}"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [GRAPH, "serve", str(TOYS), *arguments], env=self.environment, stdout=output, stderr=output
+                [*_limited(limit_files), GRAPH, "serve", str(TOYS), *arguments],
+                env=self.environment,
+                stdout=output,
+                stderr=output,
             )
 
     def text(self) -> str:
@@ -76,10 +85,13 @@ class Toy:
     def replicas(self) -> dict[str, dict[str, Any]]:
         return {r["id"]: r for node in self.status()["nodes"].values() for r in node["replicas"]}
 
-    def ask(self, line: str) -> str:
+    def port(self) -> int:
+        """The door's port."""
+        return int(self.status()["url"].rpartition(":")[2])
+
+    def ask(self, line: str, port: int | None = None) -> str:
         """One connection through the door."""
-        port = int(self.status()["url"].rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", port or self.port()), timeout=10) as connection:
             connection.sendall(line.encode() + b"\n")
             return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
 
@@ -104,6 +116,11 @@ class Toy:
         return [*map(str, self.processes()), *files]
 
 
+def _limited(files: tuple[int, int] | None) -> list[str]:
+    """A command that runs another one with so many open files, soft and hard."""
+    return [] if files is None else ["prlimit", f"--nofile={files[0]}:{files[1]}"]
+
+
 @pytest.fixture
 def runtime() -> Iterator[Path]:
     """A folder for run directories, short enough for sockets."""
@@ -117,8 +134,8 @@ def toy(runtime: Path) -> Iterator[Callable[..., Toy]]:
     """Starts a toy graph with further arguments for `graph serve`; ended with the test, whatever happened."""
     started: list[Toy] = []
 
-    def start(*arguments: str) -> Toy:
-        started.append(Toy(runtime, *arguments))
+    def start(*arguments: str, **how: Any) -> Toy:
+        started.append(Toy(runtime, *arguments, **how))
         return started[-1]
 
     yield start

@@ -23,7 +23,7 @@ def test_no_replica_gives_the_own_metrics_alone() -> None:
 
 
 def test_families_of_one_name_become_one_with_labels() -> None:
-    replicas = {id: read_families(make_registry(n)).families for id, n in (("decode/0", 3), ("decode/1", 4))}
+    replicas = {id: read_families(make_registry(n)) for id, n in (("decode/0", 3), ("decode/1", 4))}
 
     families = {family.name: family for family in text_string_to_metric_families(merge([], replicas).decode())}
     requests = {s.labels["replica"]: s for s in families["headrace_requests"].samples if s.name.endswith("_total")}

@@ -69,7 +69,7 @@ def test_nodes_in_a_ring_drain_together() -> None:
 
 @pytest.mark.parametrize(("target", "count"), [("a=3", 3), ("a=+2", 4), ("a=-2", 0), ("a=0", 0), ("a=2", 2)])
 def test_scale_counts(target: str, count: int) -> None:
-    assert plan_scale(make_view(("a", "b")), {"a": 2, "b": 1}, [target], 0) == {"a": count}
+    assert plan_scale(make_view(("a", "b")), {"a": 2, "b": 1}, [target], 0, 4) == {"a": count}
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,21 @@ def test_scale_counts(target: str, count: int) -> None:
 )
 def test_scale_nonsense(target: str) -> None:
     with pytest.raises(DeclarationError):
-        plan_scale(make_view(("a", "b")), {"a": 2, "b": 1}, [target], 0)
+        plan_scale(make_view(("a", "b")), {"a": 2, "b": 1}, [target], 0, 4)
 
 
 def test_scale_names_every_fault_at_once() -> None:
     with pytest.raises(DeclarationError, match=r"no node 'c'.*fewer than 0"):
-        plan_scale(make_view(("a", "b")), {"a": 2, "b": 1}, ["c=1", "a=-3"], 0)
+        plan_scale(make_view(("a", "b")), {"a": 2, "b": 1}, ["c=1", "a=-3"], 0, 4)
 
 
 def test_scale_beyond_the_gpus_is_refused_unless_there_are_none() -> None:
     view = make_view(engines=("a",), gpus=1)
 
-    assert plan_scale(view, {"a": 1}, ["a=2"], 2) == {"a": 2}
-    with pytest.raises(DeclarationError, match="3 GPUs, but there are 2"):
-        plan_scale(view, {"a": 1}, ["a=3"], 2)
-    assert plan_scale(view, {"a": 1}, ["a=3"], 0) == {"a": 3}
+    assert plan_scale(view, {"a": 1}, ["a=2"], 2, 4) == {"a": 2}
+    with pytest.raises(DeclarationError, match=r"3 GPUs \(a 3\), but there are 2"):
+        plan_scale(view, {"a": 1}, ["a=3"], 2, 4)
+    assert plan_scale(view, {"a": 1}, ["a=3"], 0, 4) == {"a": 3}
 
 
 def test_free_indexes_fill_gaps() -> None:

@@ -163,6 +163,9 @@ def test_failing_later_becomes_failed_and_restart_mends_it(toy: Callable, tmp_pa
     graph.until(lambda: graph.replicas()["greeter/0"]["state"] == "failed")
     assert "no smile found" in graph.replicas()["greeter/0"]["last_words"]
     assert graph.status()["state"] == "down"
+    told = graph.run("status").stdout
+    assert "greeter/0 failed" in told
+    assert "no smile found" in told
 
     broken.unlink()
     mended = graph.run("restart", "greeter/0")
@@ -190,4 +193,12 @@ def test_replicas_are_named_and_have_their_threads(toy: Callable) -> None:
     found = {id: psutil.Process(replica["pid"]) for id, replica in graph.replicas().items()}
     assert {process.cmdline()[0] for process in found.values()} == {"headrace: toy door/0", "headrace: toy greeter/0"}
     assert graph.ask("$OMP_NUM_THREADS").startswith(f"hello {len(os.sched_getaffinity(0))} from")
+    assert graph.end() == 0
+
+
+def test_few_open_files_are_raised_as_far_as_allowed_and_told(toy: Callable) -> None:
+    graph = toy(limit_files=(256, 1024)).ready()
+
+    assert "a process may open 1024 files only" in graph.text()
+    assert all(process.rlimit(psutil.RLIMIT_NOFILE)[0] == 1024 for process in graph.processes())
     assert graph.end() == 0

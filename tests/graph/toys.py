@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 from prometheus_client import Counter
 
-from graph import Calls, Component, Context, Graph, Listen, Message, Node, NoPeer, Options, Serves, Stream
+from graph import Calls, Component, Context, Graph, Listen, Message, Node, NodeView, NoPeer, Options, Serves, Stream
 
 
 class Greet(Message, frozen=True, array_like=True, tag=True):
@@ -30,13 +31,14 @@ class GreeterOptions(Options, frozen=True, kw_only=True):
     word: str = "hello"
     start_s: float = 0.0
     drain_s: float = 0.0
-    # "start": raises while it starts; "signal": kills itself; "later": its background work fails; a path:
-    # raises as long as it exists
+    # "start": raises while it starts; "signal": kills itself; "later": its background work fails; "stuck": no work
+    # gets done; a path: raises as long as it exists
     fail: str = ""
+    patience_s: float = 30.0
 
 
 class Greeter(Component):
-    """Greets."""
+    """Greets; `block` stops its event loop."""
 
     Options = GreeterOptions
     compute = True
@@ -59,11 +61,21 @@ class Greeter(Component):
         await asyncio.sleep(0.2)
         raise RuntimeError("too tired to smile")
 
+    async def alive(self) -> None:
+        if self.options.fail == "stuck":
+            await asyncio.Event().wait()
+
+    @classmethod
+    def patience_s(cls, node: NodeView) -> float:
+        return float(node.options["patience_s"])
+
     async def drain(self) -> None:
         if self.options.drain_s:
             await asyncio.sleep(self.options.drain_s)
 
     def greet(self, request: Greet, stream: Stream) -> None:
+        if request.name == "block":
+            time.sleep(3600)
         self.greeted.inc()
         name = os.environ.get(request.name.removeprefix("$"), request.name)
         stream.end(Greeting(f"{self.options.word} {name}", os.getpid()))
