@@ -122,7 +122,7 @@ class DecodeWorker(Component):
         if self._requests is not None:
             self._requests.close()
         if self._exchange is not None:
-            await self._exchange.driver.close()
+            await self._exchange.drivers.close()
         if self._serving is not None:
             await self._serving.stop()
 
@@ -131,7 +131,7 @@ class DecodeWorker(Component):
         if self._serving is not None:
             await self._serving.alive()
         if self._exchange is not None:
-            await self._exchange.driver.alive()
+            await self._exchange.drivers.alive()
 
 
 class _Walk(msgspec.Struct):
@@ -237,7 +237,7 @@ class Requests:
         puller = Puller(
             engine=self._serving.engine,
             client=client,
-            driver=exchange.driver,
+            drivers=exchange.drivers,
             owner=self,
             rules=PullRules(
                 lease_s=config.kv_lease_ms / 1e3,
@@ -249,7 +249,13 @@ class Requests:
         )
         self._puller = puller
         self._peers = PrefillPeers(
-            client, exchange.driver, exchange.handshake, spawn=context.spawn, on_lost=puller.peer_lost
+            client,
+            exchange.drivers,
+            exchange.handshake,
+            metrics=self._metrics,
+            spawn=context.spawn,
+            on_lost=puller.peer_lost,
+            on_notice=context.notice,
         )
         self._peers.follow()
 

@@ -14,13 +14,15 @@ from components.messages import KVHandshake
 from components.options import DisaggOptions
 from components.transfer.agent import LocalRegion, TransferAgent, TransferError
 from components.transfer.driver import TransferDriver
+from components.transfer.group import DriverGroup
+from components.transfer.probe import prepare
 from graph import Context, LaunchError
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """One worker's end: the driver of its agent, and its side of the handshake."""
+    """One worker's end: the drivers of its ranks' agents, and its side of the handshake."""
 
-    driver: TransferDriver
+    drivers: DriverGroup
     handshake: KVHandshake
 
 
@@ -51,7 +53,8 @@ async def open_exchange(
         raise LaunchError(f"cache_transceiver_config.backend={backend}: {error}") from error
     context.spawn(driver.run(), name="transfer")
     carrier = backend if backend == "memory" else options.nixl_backend
-    return Exchange(driver, KVHandshake(context.id, context.boot, carrier, (registered,)))
+    prepare(registered)
+    return Exchange(DriverGroup([driver]), KVHandshake(context.id, context.boot, carrier, (registered,)))
 
 
 def _region(engine: Engine) -> LocalRegion:
@@ -63,4 +66,5 @@ def _region(engine: Engine) -> LocalRegion:
         block_bytes=region.block_bytes,
         memory="VRAM" if region.memory == "VRAM" else "DRAM",
         device=region.device,
+        probe_block=region.num_blocks - 1,
     )

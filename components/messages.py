@@ -185,6 +185,7 @@ class RankRegion(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     memory: Literal["DRAM", "VRAM"] = "DRAM"
     device: int = 0
+    probe_block: int | None = None  # no sequence's; holds the pattern of the self-test
 
 
 class KVHandshake(Message, frozen=True, array_like=True, tag=True):

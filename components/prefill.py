@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 CANCEL_GRACE_S = 1.0
 """How long announced blocks outlive a cancelled stream whose release does not come."""
 
+SELF_TEST_S = 5.0
+"""How long after a handshake the peer's self-test may need our progress."""
+
 PINNED_SHARE = 0.75
 """Part of the pool that one decode worker may have pinned here."""
 
@@ -123,7 +126,7 @@ class PrefillWorker(Component):
         if self._prompts is not None:
             self._prompts.close()
         if self._exchange is not None:
-            await self._exchange.driver.close()
+            await self._exchange.drivers.close()
         if self._serving is not None:
             await self._serving.stop()
 
@@ -132,7 +135,7 @@ class PrefillWorker(Component):
         if self._serving is not None:
             await self._serving.alive()
         if self._exchange is not None:
-            await self._exchange.driver.alive()
+            await self._exchange.drivers.alive()
 
     def _handle(self, request: Any, stream: Stream) -> None:
         assert self._prompts is not None
@@ -229,6 +232,8 @@ class Prompts:
             for id in self._leases.of_peer(peer):
                 self._drop(id)
         self._boots[peer] = boot
+        if self._exchange is not None:
+            self._exchange.drivers.watch_for(SELF_TEST_S)
 
     async def drain(self) -> None:
         """Returns when no prompt is left."""
@@ -329,7 +334,7 @@ class Prompts:
         """Sets the timer for the first lease that ends; lets the driver work while peers may be reading."""
         self._metrics.pinned(len(self._leases))
         if self._exchange is not None:
-            self._exchange.driver.watch(len(self._leases) > 0)
+            self._exchange.drivers.watch(len(self._leases) > 0)
         if self._timer is not None:
             self._timer.cancel()
         next_s = self._leases.next_expiry_s

@@ -256,6 +256,9 @@ class Context(Protocol):
     def progress(self, doing: str, fraction: float | None = None) -> None:
         """Shows what this replica is doing while it starts."""
 
+    def notice(self, text: str) -> None:
+        """Shows a remark in `graph status` as long as this process lives, in the place of an earlier one."""
+
     def spawn(self, work: Awaitable[None], *, name: str) -> asyncio.Task[None]:
         """Runs background work that ends with the replica; its failure ends the replica."""
 

@@ -85,10 +85,16 @@ class ReplicaContext:
         now = time.monotonic()
         if doing != last or now - at >= _MIN_PROGRESS_GAP_S:
             self._last_progress = (doing, now)
-            report = Report(self.boot, "starting", doing, fraction)
-            self._supervisor.open(
-                report, peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S, on_item=_ignore, on_end=_log_lost_report
-            )
+            self._tell(Report(self.boot, "starting", doing, fraction))
+
+    def notice(self, text: str) -> None:
+        """See `Context`."""
+        self._tell(Report(self.boot, "ready", notice=text))
+
+    def _tell(self, report: Report) -> None:
+        self._supervisor.open(
+            report, peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S, on_item=_ignore, on_end=_log_lost_report
+        )
 
     def spawn(self, work: Awaitable[None], *, name: str) -> asyncio.Task[None]:
         """See `Context`."""

@@ -41,6 +41,7 @@ class Managed:
         self.started_s = time.time()  # of the present process
         self.doing = ""
         self.fraction: float | None = None
+        self.notice = ""  # what its present process wants an operator to see
         self.reason = ""  # why it died last
         self.last_words = ""  # the end of its log, once it failed
         self.boot = ""
@@ -94,6 +95,7 @@ class Managed:
         """Starts a process and returns when it is dead, reaped and withdrawn."""
         self.boot = uuid.uuid4().hex[:8]
         self._ready_at = None
+        self.notice = ""
         self.started_s = time.time()
         path = socket_path(self._run_dir, self.id, self.boot)
         try:
@@ -111,7 +113,10 @@ class Managed:
         """Books what the replica says of itself; words of an earlier process count for nothing."""
         if report.boot != self.boot or self.process is None or self.state == "draining":
             return
-        if report.state == "ready" and self.state != "ready":
+        if report.notice:
+            self.notice = report.notice
+            self._on_change()
+        elif report.state == "ready" and self.state != "ready":
             self._ready_at = time.monotonic()
             self._move("ready")
         elif self.state == "starting":

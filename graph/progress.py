@@ -79,7 +79,7 @@ def status_table(status: GraphStatus, now_s: float) -> Table:
                 str(replica.pid or ""),
                 str(replica.rss_mb or ""),
                 str(replica.restarts),
-                Text(replica.doing or replica.reason),
+                Text(replica.doing or replica.notice or replica.reason),
             )
     return table
 

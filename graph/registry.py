@@ -65,12 +65,16 @@ class Join(Message, frozen=True, array_like=True, tag=True):
 
 
 class Report(Message, frozen=True, array_like=True, tag=True):
-    """Replica to supervisor: my state, and what I am doing while I start (`fraction` of 1 done, if known)."""
+    """Replica to supervisor: my state, and what I am doing while I start (`fraction` of 1 done, if known).
+
+    A report with a `notice` brings that alone: something an operator should see.
+    """
 
     boot: str
     state: State
     doing: str = ""
     fraction: float | None = None
+    notice: str = ""
 
 
 class Noted(Message, frozen=True, array_like=True, tag=True):

@@ -25,6 +25,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     reason: str = ""  # why it died last
     last_words: str = ""  # the end of its log, if it failed
     rss_mb: int | None = None
+    notice: str = ""  # what the replica wants an operator to see, such as a slow link
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -72,6 +73,7 @@ def _replica_status(managed: Managed) -> ReplicaStatus:
         managed.reason,
         managed.last_words,
         None if pid is None else _rss_mb(pid),
+        managed.notice,
     )
 
 

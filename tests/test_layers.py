@@ -32,7 +32,12 @@ OWNERS = {
     "setproctitle": ("graph/replica.py",),
     "uvloop": ("graph/replica.py",),
     "nixl": ("components/transfer/nixl.py",),
-    "torch": ("components/engine/", "components/model_cache.py", "components/transfer/nixl.py"),
+    "torch": (
+        "components/engine/",
+        "components/model_cache.py",
+        "components/transfer/nixl.py",
+        "components/transfer/device.py",
+    ),
     "transformers": ("components/engine/", "components/model_cache.py"),
     "uvicorn": ("frontends/http_server.py",),
     "tokenizers": ("frontends/text/",),

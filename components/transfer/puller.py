@@ -26,11 +26,12 @@ from components.messages import (
 )
 from components.transfer import pull as pulls
 from components.transfer.budget import Budget
-from components.transfer.driver import Part, ReadResult, TransferDriver
+from components.transfer.group import DriverGroup, RankPart
 from components.transfer.metrics import TransferMetrics
 from components.transfer.peers import LinkedPrefill
 from components.transfer.plan import Side, plan, whole_blocks
 from components.transfer.pull import Action, Prompt, Pull, PullRules
+from components.transfer.reads import ReadResult
 from graph import Call, Client, LinkError, NoPeer
 
 PREFILL_DEADLINE_S = 3600.0
@@ -101,7 +102,7 @@ class Puller:
         *,
         engine: PullEngine,
         client: Client,
-        driver: TransferDriver,
+        drivers: DriverGroup,
         owner: PullOwner,
         rules: PullRules,
         budget: Budget,
@@ -109,7 +110,7 @@ class Puller:
     ) -> None:
         self._engine = engine
         self._client = client
-        self._driver = driver
+        self._drivers = drivers
         self._owner = owner
         self._rules = rules
         self._budget = budget
@@ -231,25 +232,26 @@ class Puller:
             self._do(active, active.pull.read_failed(f"{active.peer.id}: {error}"))
             return
         active.record.timeline.append(("read", time.monotonic() * 1e3))
-        self._driver.read(parts, lambda result: self._read_ended(active, action, result))
+        self._drivers.read(parts, lambda result: self._read_ended(active, action, result))
 
-    def _parts(self, active: _Active, action: pulls.Read) -> list[Part]:
-        """The READ's pieces for each source rank; raises `ValueError` for blocks that are not there."""
-        assert active.target is not None
+    def _parts(self, active: _Active, action: pulls.Read) -> list[RankPart]:
+        """The READ's pieces for each pair of ranks; raises `ValueError` for blocks that are not there."""
+        target = active.target
+        assert target is not None
         stranger = next((b for b in action.source_ids if not 0 <= b < active.peer.num_blocks), None)
         if stranger is not None:
             raise ValueError(f"block {stranger} was announced; there are {active.peer.num_blocks}")
         source = Side(action.source_ids, action.source_first)
         return [
-            (agent, plan(way, source, active.target, start=action.start, stop=whole_blocks(way, action.stop)))
-            for agent, way in active.peer.routes
+            RankPart(to.rank, to.agent, plan(to.way, source, target, start=action.start, stop=stop))
+            for to in active.peer.routes
+            for stop in (whole_blocks(to.way, action.stop),)
         ]
 
     def _read_ended(self, active: _Active, action: pulls.Read, result: ReadResult) -> None:
         record, now = active.record, time.monotonic()
         is_failed = result.error is not None
-        times = {"wait_ms": result.wait_ms, "post_ms": result.post_ms, "wire_ms": result.wire_ms}
-        self._metrics.read(result.num_bytes, **times, is_failed=is_failed)
+        self._metrics.read(result)
         record.timeline.append(("read_failed" if is_failed else "read_done", now * 1e3))
         record.wait_ms += result.wait_ms
         record.post_ms += result.post_ms

@@ -53,6 +53,7 @@ class PairContext:
         self.loop = asyncio.get_running_loop()
         self.links = links
         self.tasks = set()
+        self.notices = []
         self._targets = targets
 
     def serve(self, port, handler, *, max_streams=100_000):
@@ -66,6 +67,9 @@ class PairContext:
 
     def progress(self, doing, fraction=None):
         pass
+
+    def notice(self, text):
+        self.notices.append(text)
 
     def spawn(self, work, *, name):
         task = self.loop.create_task(work, name=name)
