@@ -245,6 +245,17 @@ class PrefillPoll(Message, frozen=True, array_like=True, tag=True):
     id: str
 
 
+class FollowPrefillQueue(Message, frozen=True, array_like=True, tag=True):
+    """Decode to prefill: tell me how long your queue is, now and whenever it changes, until I hang up."""
+
+
+class PrefillQueue(Message, frozen=True, array_like=True, tag=True):
+    """How many prompt tokens come before a new prompt, and how many are computed in a second (0: not known yet)."""
+
+    tokens: int
+    tokens_per_s: float
+
+
 class LeaseRenew(Message, frozen=True, array_like=True, tag=True):
     """Decode to prefill: keep the blocks of `id` pinned for `lease_ms` from now."""
 
@@ -307,6 +318,6 @@ class WorkerSnapshot(Message, frozen=True, array_like=True, tag=True):
     hashes: bytes = b""
 
 
-PREFILL_REQUESTS = (PrefillRequest, PrefillPoll, LeaseRenew, LeaseRelease, KVHandshake)
-PREFILL_REPLIES = (PrefillProgress, PrefillDone, LeaseState, KVHandshake)
+PREFILL_REQUESTS = (PrefillRequest, PrefillPoll, FollowPrefillQueue, LeaseRenew, LeaseRelease, KVHandshake)
+PREFILL_REPLIES = (PrefillProgress, PrefillDone, PrefillQueue, LeaseState, KVHandshake)
 WorkerEvents = (BlocksStored, BlocksRemoved, BlocksCleared, LoadChanged)

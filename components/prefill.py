@@ -25,17 +25,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from components import rules
-from components.engine.outputs import ChunkComputed, Ended, EngineRequest, Output
+from components.disaggregation import Pace
+from components.engine.outputs import ChunkComputed, Ended, EngineRequest, Output, StepReport
 from components.messages import (
     PREFILL_REPLIES,
     PREFILL_REQUESTS,
+    FollowPrefillQueue,
     KVHandshake,
     LeaseRelease,
     LeaseRenew,
     LeaseState,
+    Load,
     PrefillDone,
     PrefillPoll,
     PrefillProgress,
+    PrefillQueue,
     PrefillRequest,
     TokenChunk,
     WorkerEvents,
@@ -146,6 +150,8 @@ class PrefillWorker(Component):
                 self._prompts.begin(request, stream)
             case PrefillPoll():
                 stream.end(self._prompts.state(request.id))
+            case FollowPrefillQueue():
+                self._prompts.follow_queue(stream)
             case LeaseRenew():
                 stream.end(self._prompts.renew(request.id, request.lease_ms / 1e3))
             case LeaseRelease():
@@ -181,6 +187,10 @@ class Prompts:
         self._leases = LeaseTable()
         self._budgets: dict[str, Budget] = {}
         self._boots: dict[str, str] = {}
+        self._load = Load()
+        self._pace = Pace()
+        self._followers: dict[str, Stream] = {}
+        self._told = PrefillQueue(0, 0.0)
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -254,6 +264,33 @@ class Prompts:
         elif isinstance(output, Ended):
             prompt.stream.fail(output.error)
             self._forget(output.id)
+
+    def on_report(self, report: StepReport) -> None:
+        """The engine tells how busy it is, which decode workers want to know."""
+        self._load = report.load
+        self._pace.note(report.stats)
+        self._tell_queue()
+
+    def follow_queue(self, stream: Stream) -> None:
+        """A decode worker wants to know how long the queue is."""
+        self._followers[stream.id] = stream
+        stream.on_cancel(lambda: self._unfollow(stream.id))
+        stream.send(self._queue())
+
+    def _unfollow(self, stream: str) -> None:
+        self._followers.pop(stream, None)
+
+    def _queue(self) -> PrefillQueue:
+        held_back = sum(len(p.request.tokens) // 4 for p in self._prompts.values() if not p.is_submitted)
+        return PrefillQueue(self._load.prefill_tokens + held_back, self._pace.tokens_per_s)
+
+    def _tell_queue(self) -> None:
+        queue = self._queue()
+        if queue == self._told:
+            return
+        self._told = queue
+        for stream in self._followers.values():
+            stream.send(queue)
 
     def dress(self, id: str, chunk: TokenChunk) -> TokenChunk:
         """Nothing to add: this worker has no token streams."""

@@ -44,6 +44,9 @@ class Watcher(Protocol):
     def on_output(self, output: Output) -> None:
         """Called for every output of the engine, before a stream hears of it."""
 
+    def on_report(self, report: StepReport) -> None:
+        """Called for every report of the engine, after its outputs."""
+
     def dress(self, id: str, chunk: TokenChunk) -> TokenChunk:
         """The last word on a chunk before it leaves, e.g. to add what was cached elsewhere, or the timing."""
 
@@ -185,6 +188,8 @@ class Serving:
             self._load = report.load
             self._publisher.publish(LoadChanged(report.load))
         self._metrics.note(report)
+        if self._watcher is not None:
+            self._watcher.on_report(report)
         if self.engine.failure is not None and not self._has_failed:
             self._has_failed = True
             self._context.spawn(self._fail(self.engine.failure), name="engine failure")

@@ -12,10 +12,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
-from components.messages import KVHandshake
+from components.messages import FollowPrefillQueue, KVHandshake, PrefillQueue
 from components.transfer.agent import TransferError
 from components.transfer.group import DriverGroup
 from components.transfer.metrics import TransferMetrics
@@ -25,6 +26,7 @@ from graph import Client, GraphError, LinkError, Peer, Refused
 
 HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_S = 0.5
+FOREVER_S = 1e8  # a queue that does not change is not told
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class PrefillPeers:
         self._linked: dict[str, LinkedPrefill] = {}
         self._boots: dict[str, str] = {}
         self._refusals: dict[str, GraphError] = {}
+        self._queues: dict[str, PrefillQueue] = {}
 
     def follow(self) -> None:
         """Starts to follow the client's peers."""
@@ -97,6 +100,10 @@ class PrefillPeers:
         if preferred is not None and preferred in self._linked:
             return self._linked[preferred]
         return next(iter(self._linked.values()), None)
+
+    def queue(self, id: str) -> PrefillQueue | None:
+        """How long the queue of a prefill worker is, as it told last."""
+        return self._queues.get(id)
 
     def refusal(self, preferred: str | None) -> GraphError | None:
         """Why the preferred prefill worker, else any that is there, cannot be used, if so."""
@@ -116,6 +123,7 @@ class PrefillPeers:
     def _drop(self, id: str) -> None:
         del self._boots[id]
         self._refusals.pop(id, None)
+        self._queues.pop(id, None)
         linked = self._linked.pop(id, None)
         if linked is not None:
             self._disconnect(linked.routes)
@@ -181,6 +189,20 @@ class PrefillPeers:
         num_blocks = min(region.num_blocks - (region.probe_block is not None) for region in theirs.ranks)
         self._linked[peer.id] = LinkedPrefill(peer.id, theirs.boot, routes, num_blocks)
         logger.info("linked to prefill worker %s", peer.id)
+        self._follow_queue(peer)
+
+    def _follow_queue(self, peer: Peer) -> None:
+        """Listens to how long its queue is. Without it the wait there is just not looked at."""
+
+        def on_end(error: LinkError | None) -> None:
+            if self._boots.get(peer.id) == peer.boot:
+                self._queues.pop(peer.id, None)
+
+        def on_item(queue: Any) -> None:
+            if self._boots.get(peer.id) == peer.boot:
+                self._queues[peer.id] = queue
+
+        self._client.open(FollowPrefillQueue(), peer=peer.id, timeout_s=FOREVER_S, on_item=on_item, on_end=on_end)
 
     def _refuse(self, peer: Peer, error: GraphError) -> None:
         if self._boots.get(peer.id) == peer.boot:

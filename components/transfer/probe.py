@@ -131,7 +131,8 @@ def _compare(way: Route, found: Bytes, *, source_token: int, target_token: int) 
         head, layer, side, token = (int(place[0]) for place in np.nonzero(wrong))
         raise TransferError(
             f"the self-test read {int(wrong.sum())} of {wrong.size} slots wrongly, "
-            f"first KV head {way.head_start + head}, layer {layer}, {'KV'[side]}, token {source_token + token}: both sides must lay out blocks alike"
+            f"first KV head {way.head_start + head}, layer {layer}, {'KV'[side]}, token {source_token + token}: "
+            "both sides must lay out blocks alike"
         )
 
 

@@ -149,6 +149,11 @@ class Pull:
         return self.phase in ENDS
 
     @property
+    def num_uncomputed(self) -> int:
+        """Tokens that prefill has still to compute, as far as it has told."""
+        return self.prompt.num_tokens - (self.progress.num_tokens if self.progress else self.prompt.cached_tokens)
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing more is to be expected of it."""
         return self.is_over and not self.is_reading

@@ -50,6 +50,8 @@ class PullEngine(Protocol):
     def compute_locally(self, id: str) -> None: ...
     def adopt(self, id: str, *, token: int, logprobs: TokenLogprobs | None) -> None: ...
     def settled(self, ids: Sequence[str]) -> None: ...
+    def hold(self, id: str) -> None: ...
+    def resume(self, id: str) -> None: ...
 
 
 class PullOwner(Protocol):
@@ -122,6 +124,11 @@ class Puller:
     def num_active(self) -> int:
         """Pulls that are not over, or whose READ is still in flight."""
         return len(self._active)
+
+    def tokens_asked(self, peer: str) -> int:
+        """Prompt tokens that a prefill worker was or will be asked for and has not computed yet."""
+        asked = (a.pull for a in self._active.values() if a.peer.id == peer)
+        return sum(pull.num_uncomputed for pull in asked if not pull.is_over)
 
     def begin(self, id: str, request: PrefillRequest, prompt: Prompt, peer: LinkedPrefill) -> None:
         """Starts a remote prefill for the engine's sequence `id`, which is in the state "matched"."""
@@ -232,6 +239,8 @@ class Puller:
             self._do(active, active.pull.read_failed(f"{active.peer.id}: {error}"))
             return
         active.record.timeline.append(("read", time.monotonic() * 1e3))
+        if not self._rules.overlap:
+            self._engine.hold(active.id)
         self._drivers.read(parts, lambda result: self._read_ended(active, action, result))
 
     def _parts(self, active: _Active, action: pulls.Read) -> list[RankPart]:
@@ -249,6 +258,7 @@ class Puller:
         ]
 
     def _read_ended(self, active: _Active, action: pulls.Read, result: ReadResult) -> None:
+        self._engine.resume(active.id)
         record, now = active.record, time.monotonic()
         is_failed = result.error is not None
         self._metrics.read(result)
@@ -292,6 +302,7 @@ class Puller:
         self._once(active.peer.id, PrefillPoll(active.request.id), on_reply=on_reply, on_failure=on_failure)
 
     def _release(self, active: _Active) -> None:
+        self._engine.resume(active.id)  # steps wait for a READ, not for one that was given up
         if active.call is None:
             return  # never asked
         self._send_release(active.peer.id, active.request.id, RELEASE_TRIES)

@@ -49,6 +49,40 @@ async def test_without_overlap_there_is_one_read_after_the_last_chunk():
         assert answer.events == ["chunk"] * 6 + ["read", "read_done"]
 
 
+async def test_without_overlap_steps_wait_for_the_read():
+    async with pair(step_ms=2, disable_kv_cache_transfer_overlap=True) as two:
+        running = two.open(two.request(make_prompt(40), 400))
+        chunks = running.__aiter__()
+        await anext(chunks)
+        two.decode.faults.is_stuck = True
+        pulled = asyncio.create_task(two.generate(make_prompt(64, seed=2)))
+        active = two.decode._requests._puller._active
+        await until(lambda: any(a.pull.is_reading for a in active.values()))
+        await asyncio.sleep(0.05)
+        before = two.engines[0]._book.num_generated_tokens
+
+        await asyncio.sleep(0.05)
+        assert two.engines[0]._book.num_generated_tokens == before
+        await two.decode.alive()  # commands are still carried out
+
+        two.decode.faults.is_stuck = False
+        assert (await pulled).tokens == oracle(make_prompt(64, seed=2))
+        running.cancel()
+        await two.until_clean()
+
+
+async def test_without_overlap_a_read_given_up_lets_the_steps_go_on():
+    async with pair(timeout_ms=100, disable_kv_cache_transfer_overlap=True) as two:
+        two.decode.faults.is_stuck = True
+        prompt = make_prompt(64)
+
+        answer = await two.generate(prompt)
+
+        assert answer.tokens == oracle(prompt)
+        two.decode.faults.is_stuck = False
+        await two.until_clean()
+
+
 async def test_only_missing_blocks_are_pulled():
     async with pair() as two:
         first = make_prompt(96)
