@@ -225,8 +225,7 @@ class Pull:
             return []
         if held is False:
             return self._give_up("the lease on the prefill worker's blocks has ended")
-        if held:
-            self._heard = now
+        if held:  # no news of the prompt: only what prefill says of it ends the silence
             self._lease_until = max(self._lease_until, sent_at + self.rules.lease_s)
         elif now >= self._lease_until:
             return self._give_up("the lease on the prefill worker's blocks could not be renewed")
