@@ -107,7 +107,7 @@ class DecodeWorker(Component):
             self.options, context, role="decode", events=DecodeWorker.events, watcher=self._requests
         )
         await self._serving.start()
-        self._exchange = await open_exchange(self.options, context, self._serving.engine, self.make_agent)
+        self._exchange = await open_exchange(self.options, context, self._serving, self.make_agent)
         self._requests.attach(context, self._serving, self._exchange)
         context.serve(DecodeWorker.requests, self._requests.begin)
 

@@ -110,7 +110,7 @@ class PrefillWorker(Component):
             self.options, context, role="prefill", events=PrefillWorker.events, watcher=self._prompts
         )
         await self._serving.start()
-        self._exchange = await open_exchange(self.options, context, self._serving.engine, self.make_agent)
+        self._exchange = await open_exchange(self.options, context, self._serving, self.make_agent)
         self._prompts.attach(self._serving.engine, self._exchange)
         context.serve(PrefillWorker.requests, self._handle)
 

@@ -236,7 +236,8 @@ class Context(Protocol):
     boot: str  # unique per process start
     graph: str  # the running graph's name
     run_dir: Path  # this graph's private folder; gone when the graph ends
-    num_cores: int  # CPU cores this replica may use
+    num_cores: int  # CPU cores this replica may use, all its ranks together
+    tp: int  # ranks of this replica; a component with more than one starts the others itself
     listener: socket.socket | None  # bound by the supervisor, for a component with `listens`
     metrics: CollectorRegistry
     loop: asyncio.AbstractEventLoop

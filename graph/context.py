@@ -43,6 +43,7 @@ class ReplicaContext:
         self.graph = spec.graph
         self.run_dir = Path(spec.run_dir)
         self.num_cores = spec.num_cores
+        self.tp = spec.tp
         self.listener = None if spec.listener is None else socket.socket(fileno=spec.listener)
         self.metrics = metrics
         self.loop = loop

@@ -80,7 +80,7 @@ def plan_scale(view: GraphView, desired: Mapping[str, int], targets: Sequence[st
             counts[node] = _count(desired[node], match[1], int(match[2]))
     faults += [f"{node}={n}: there cannot be fewer than 0 replicas" for node, n in counts.items() if n < 0]
     faults += [f"{node}={n}: at most {MAX_REPLICAS} replicas" for node, n in counts.items() if n > MAX_REPLICAS]
-    needed = sum(node.gpus * {**desired, **counts}[name] for name, node in view.nodes.items())
+    needed = sum(node.gpus * node.tp * {**desired, **counts}[name] for name, node in view.nodes.items())
     if not faults and num_gpus and needed > num_gpus:
         faults.append(f"that takes {needed:g} GPUs, but there are {num_gpus}")
     if not targets:

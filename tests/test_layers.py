@@ -29,7 +29,7 @@ ENDS = ({"router", "routing"}, {"prefill"}, {"decode"}, {"worker"})
 OWNERS = {
     "zmq": ("graph/link/zeromq.py",),
     "yaml": ("graph/overrides.py",),
-    "setproctitle": ("graph/replica.py",),
+    "setproctitle": ("graph/child.py",),
     "uvloop": ("graph/replica.py",),
     "nixl": ("components/transfer/nixl.py",),
     "torch": (

@@ -104,6 +104,8 @@ class FaultyGraph:
                 wait_for(lambda: self.was_taken(leave_at))
                 return Reply("left", "", time.monotonic() - began)
             return self._judge(question, connection.getresponse(), began)
+        except (OSError, http.client.HTTPException) as error:
+            return Reply("WRONG", f"no clean end: {error!r}", time.monotonic() - began)
         finally:
             connection.close()
 

@@ -121,12 +121,10 @@ def cells() -> Iterator[object]:
     """All cells, those of one graph together; those that are not telling are left to `make soak`."""
     for transport in TRANSPORTS:
         for configuration in CONFIGURATIONS:
+            key = (transport, configuration)  # one object for all its cells: pytest keeps the graph by identity
             for name in CELLS if configuration == "plain" else MOMENTS:
-                is_telling = name in TELLING.get((transport, configuration), ())
-                marks = () if is_telling else (pytest.mark.soak,)
-                yield pytest.param(
-                    (transport, configuration), name, marks=marks, id=f"{transport}-{configuration}-{name}"
-                )
+                marks = () if name in TELLING.get(key, ()) else (pytest.mark.soak,)
+                yield pytest.param(key, name, marks=marks, id="-".join((*key, name)))
 
 
 @pytest.fixture(scope="module")
