@@ -85,7 +85,7 @@ class DecodeWorker(Component):
     @classmethod
     def check(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
         """The block size fits the hash unit, and every prefill worker can be pulled from."""
-        return (*rules.hash_unit_faults(node), *rules.pull_faults(node, graph))
+        return (*rules.hash_unit_faults(node), *rules.rank_faults(node), *rules.pull_faults(node, graph))
 
     @classmethod
     def warnings(cls, node: NodeView, graph: GraphView) -> Iterable[str]:

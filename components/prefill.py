@@ -87,7 +87,7 @@ class PrefillWorker(Component):
     @classmethod
     def check(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
         """The block size fits the hash unit."""
-        return rules.hash_unit_faults(node)
+        return (*rules.hash_unit_faults(node), *rules.rank_faults(node))
 
     @classmethod
     def warnings(cls, node: NodeView, graph: GraphView) -> Iterable[str]:

@@ -28,6 +28,7 @@ from components.transfer.reads import OnResult, Part, ReadResult
 IDLE_TICK_S = 0.05
 WATCH_TICK_S = 0.001
 READ_TICK_S = 0.0001
+SPIN_S = 0.002  # most READs between GPUs end in this time, and a tick would be a good part of it
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,8 @@ class TransferDriver:
 
     def _rest(self) -> None:
         if self._reads:
-            time.sleep(READ_TICK_S)
+            is_fresh = time.monotonic() - self._reads[-1].posted_s < SPIN_S
+            time.sleep(0 if is_fresh else READ_TICK_S)  # either way others get the interpreter
             return
         is_watching = self._is_watching or time.monotonic() < self._watch_until_s
         if self._wake.wait(WATCH_TICK_S if is_watching else IDLE_TICK_S):

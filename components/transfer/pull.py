@@ -23,6 +23,7 @@ import msgspec
 from components.messages import FinishReason, PrefillDone, PrefillProgress, TokenLogprobs, unpack_ids
 
 ID_BYTES = 4
+TIMED_OUT = "the transfer exceeded kv_transfer_timeout_ms"
 
 
 class Phase(Enum):
@@ -254,7 +255,7 @@ class Pull:
         if self.is_over or self.phase is Phase.CREDIT:
             return []
         if self._read_by is not None and self.is_reading and now >= self._read_by:
-            return self._give_up("the transfer exceeded kv_transfer_timeout_ms")
+            return self._give_up(TIMED_OUT)
         actions = self._renew_if_due(now)
         if self.done is None and not self._is_polling and now >= self._heard + self.rules.silence_s:
             self._is_polling = True

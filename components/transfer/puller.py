@@ -185,6 +185,7 @@ class Puller:
             case pulls.Poll():
                 self._poll(active)
             case pulls.Adopt(token, logprobs):
+                active.record.timeline.append(("adopted", time.monotonic() * 1e3))
                 self._metrics.remote(active.pull.have - active.pull.prompt.cached_tokens)
                 self._owner.on_adopted(active.id, active.record)
                 self._engine.adopt(active.id, token=token, logprobs=logprobs)
@@ -193,6 +194,8 @@ class Puller:
                 self._owner.on_finished(active.id, active.record, action)
             case pulls.Recompute(reason):
                 logger.warning("request %s is prefilled here: %s", active.id, reason)
+                if reason == pulls.TIMED_OUT:
+                    self._metrics.timed_out()
                 self._owner.on_local(active.id, reason)
                 self._engine.compute_locally(active.id)
             case pulls.Release():

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +63,7 @@ class FaultyGraph:
         self.served = served
         self.folder = folder
         self._tokenizer = tokenizer
-        self._salts = 0
+        self._salts = count()
 
     def arm(self, place: str, fault: str) -> None:
         """Commits `fault` when a request comes to `place` next."""
@@ -83,9 +84,8 @@ class FaultyGraph:
         finally:
             file.unlink()
 
-    def ask(self, question: Question, *, leave_at: str | None = None) -> Reply:
-        """Asks and compares; with `leave_at` hangs up as soon as the fault there was taken."""
-        self._salts += 1
+    def ask(self, question: Question, *, leave_at: str | None = None, leave_after_s: float | None = None) -> Reply:
+        """Asks and compares; hangs up as soon as the fault at `leave_at` was taken, or after a time."""
         began = time.monotonic()
         connection = http.client.HTTPConnection("127.0.0.1", self.served.port, timeout=ENDLESS_S)
         body = {
@@ -95,13 +95,16 @@ class FaultyGraph:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            "cache_salt": f"{id(self)}-{self._salts}",
+            "cache_salt": str(next(self._salts)),
             "headrace": {"timing": True},
         }
         try:
             connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
             if leave_at is not None:
                 wait_for(lambda: self.was_taken(leave_at))
+                return Reply("left", "", time.monotonic() - began)
+            if leave_after_s is not None:
+                time.sleep(leave_after_s)
                 return Reply("left", "", time.monotonic() - began)
             return self._judge(question, connection.getresponse(), began)
         except (OSError, http.client.HTTPException) as error:

@@ -5,7 +5,7 @@
 Llama-8B shapes in bfloat16 (32 layers, 8 KV heads of 128, blocks of 16 tokens: 2 MiB), 128, 1,024 and 8,192
 tokens in shuffled blocks. In the same run, in turns, and all of it checked byte by byte:
 
-    driver     what requests do: plan, hand to the transfer thread, READ, be told on the event loop
+    driver     our agent on its thread: prepare, post, poll; `told` adds the plan and both ways to the event loop
     bare       the same pieces, prepared beforehand, posted and polled in a tight loop by a NIXL agent of its own
     per layer  the same blocks by bare NIXL in pieces of one layer's K or V (32 KiB), as other layouts have it
     hand-over  from asking prefill until decode may go on: request, announcement, room, READ, lease, over ZeroMQ
@@ -193,8 +193,10 @@ class Bare:
         return (ids[:, None] * self._per_block + np.arange(self._per_block, dtype=np.int32)).reshape(-1)
 
 
-async def driver_seconds(driver: TransferDriver, peer: RankRegion, source: list[int], target: list[int]) -> float:
-    """Plans and moves the blocks once, from the decision until the event loop knows that they are here."""
+async def driver_seconds(
+    driver: TransferDriver, peer: RankRegion, source: list[int], target: list[int]
+) -> tuple[float, float]:
+    """Plans and moves the blocks once: from posting to the end, and from the decision until the loop knows of it."""
     ended = asyncio.get_running_loop().create_future()
     began = time.perf_counter()
     pieces: Pieces = plan(WAY, Side(source, 0), Side(target, 0), start=0, stop=len(source) * LAYOUT.block_size)
@@ -203,7 +205,7 @@ async def driver_seconds(driver: TransferDriver, peer: RankRegion, source: list[
     took = time.perf_counter() - began
     assert result.error is None, result.error
     assert result.descriptors == len(source), "one descriptor per block"
-    return took
+    return (result.post_ms + result.wire_ms) / 1e3, took
 
 
 class HandOver:
@@ -292,10 +294,12 @@ async def measure(target: Target, peer: RankRegion, address: str, rounds: int) -
     for num_tokens in LENGTHS:
         count = num_tokens // LAYOUT.block_size
         ids = shuffled(count, seed=1), shuffled(count, seed=2)
-        times: dict[str, list[float]] = {"driver": [], "bare": [], "per_layer": [], "hand_over": []}
+        times: dict[str, list[float]] = {"driver": [], "told": [], "bare": [], "per_layer": [], "hand_over": []}
         for turn in range(rounds + 2):
+            moved, told = await driver_seconds(driver, peer, *ids)
             turns = {
-                "driver": await driver_seconds(driver, peer, *ids),
+                "driver": moved,
+                "told": told,
                 "bare": whole.seconds(*ids),
                 "per_layer": by_layer.seconds(*ids) if turn % 5 == 2 else None,
                 "hand_over": await hand_over.seconds(num_tokens, ids[1]),
@@ -317,6 +321,7 @@ def summary(num_bytes: int, times: dict[str, list[float]]) -> dict[str, float]:
     rates = {f"{name}_gb_s": round(num_bytes / seconds / 1e9, 2) for name, seconds in median.items()}
     return rates | {
         "driver_ms": round(median["driver"] * 1e3, 3),
+        "told_ms": round(median["told"] * 1e3, 3),
         "bare_ms": round(median["bare"] * 1e3, 3),
         "hand_over_ms": round(median["hand_over"] * 1e3, 3),
         "share_of_bare": round(median["bare"] / median["driver"], 4),

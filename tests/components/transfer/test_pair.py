@@ -46,7 +46,7 @@ async def test_without_overlap_there_is_one_read_after_the_last_chunk():
         answer = await two.generate(prompt)
 
         assert answer.tokens == oracle(prompt)
-        assert answer.events == ["chunk"] * 6 + ["read", "read_done"]
+        assert answer.events == ["chunk"] * 6 + ["read", "read_done", "adopted"]
 
 
 async def test_without_overlap_steps_wait_for_the_read():
@@ -256,6 +256,7 @@ async def test_a_read_that_never_ends_exceeds_its_time_and_is_recomputed():
 
         assert answer.tokens == oracle(prompt)
         assert "kv_transfer_timeout_ms" in answer.timing.reason
+        assert two.decode_context.metric("kv_transfer_timeouts_total") == 1
         assert two.engines[0]._pool.num_quarantined == 4
         two.decode.faults.is_stuck = False
         await two.until_clean()
