@@ -114,9 +114,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     transfer_wire_ms: float = 0.0
     first_token_ms: float = 0.0
     decode_ms: float = 0.0
-    timeline: tuple[
-        tuple[str, float], ...
-    ] = ()  # e.g. ("chunk", t) on prefill, ("read", t), ("read_done", t), ("adopted", t)
+    timeline: tuple[tuple[str, float], ...] = ()  # "chunk" on prefill; "read", "read_done", "adopted" here
 
 
 FinishReason = Literal["stop", "length"]

@@ -1,4 +1,4 @@
-"""A self-verifying load over real NIXL: every prompt's answer is known, clients leave, prefill workers die and freeze."""
+"""A self-verifying load over real NIXL: every answer is known, clients leave, prefill workers die and freeze."""
 
 from __future__ import annotations
 
