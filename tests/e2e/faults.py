@@ -27,6 +27,9 @@ TCP = {"UCX_TLS": "tcp"}
 ENDLESS_S = 20.0
 """Longer than any wait may take: a transfer's timeout, a restart, and a slow machine."""
 
+RESTART_S = 90.0
+"""Longer than a worker takes to be back, importing and linking included, on a machine that others use too."""
+
 Outcome = Literal["right", "error", "left", "WRONG"]
 
 
@@ -164,8 +167,8 @@ class FaultyGraph:
 
     def wait_linked(self) -> None:
         """Returns when the graph is whole again and a prompt is prefilled remotely."""
-        wait_for(lambda: self.served.client.get("/health").json().get("status") == "ready")
-        deadline = time.monotonic() + ENDLESS_S
+        wait_for(lambda: self.served.client.get("/health").json().get("status") == "ready", RESTART_S)
+        deadline = time.monotonic() + RESTART_S
         while self.ask(make_question(1, 60)).timing.get("mode") != "remote":
             assert time.monotonic() < deadline, "prefill and decode do not find each other again"
             time.sleep(0.1)

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from faults import ENDLESS_S, SHM, TCP, FaultyGraph, Reply, faulty, make_question, wait_for
+from faults import ENDLESS_S, RESTART_S, SHM, TCP, FaultyGraph, Reply, faulty, make_question, wait_for
 
 PLACES = {"before": "prefill.request", "during": "decode.post", "after": "decode.adopted"}
 CONFIGURATIONS: dict[str, dict[str, object]] = {
@@ -72,8 +72,8 @@ def other_weights(graph: FaultyGraph) -> list[Reply]:
     """Prefill comes back with another fingerprint: it is refused, and decode does without it."""
     with graph.always("fingerprint"):
         replies = disturbed(graph, "decode.post", "kill prefill")
-        wait_for(lambda: graph.served.pids("prefill"))
-        wait_for(lambda: "KV layouts differ" in graph.ask(make_question(6)).timing.get("reason", ""))
+        wait_for(lambda: graph.served.pids("prefill"), RESTART_S)
+        wait_for(lambda: "KV layouts differ" in graph.ask(make_question(6)).timing.get("reason", ""), RESTART_S)
     graph.served.run("restart", "prefill/0")
     return replies
 
@@ -85,7 +85,7 @@ def restart(node: str) -> Cell:
         command = threading.Thread(target=graph.served.run, args=("restart", f"{node}/0"), daemon=True)
         command.start()
         replies = [reply for _ in range(3) for reply in graph.ask_all([make_question(seed) for seed in range(2, 6)])]
-        command.join(ENDLESS_S)
+        command.join(RESTART_S)
         assert not command.is_alive()
         return replies
 
@@ -121,24 +121,49 @@ def cells() -> Iterator[object]:
     """All cells, those of one graph together; those that are not telling are left to `make soak`."""
     for transport in TRANSPORTS:
         for configuration in CONFIGURATIONS:
-            key = (transport, configuration)  # one object for all its cells: pytest keeps the graph by identity
+            key = (transport, configuration)
             for name in CELLS if configuration == "plain" else MOMENTS:
                 marks = () if name in TELLING.get(key, ()) else (pytest.mark.soak,)
-                yield pytest.param(key, name, marks=marks, id="-".join((*key, name)))
+                yield pytest.param(*key, name, marks=marks, id="-".join((*key, name)))
+
+
+class Graphs:
+    """One running graph at a time, kept while tests ask for the same one."""
+
+    def __init__(self, make_folder: Callable[[str], Path]) -> None:
+        self._make_folder = make_folder
+        self._running: tuple[tuple[str, str], FaultyGraph] | None = None
+        self._stack = ExitStack()
+
+    def get(self, transport: str, configuration: str) -> FaultyGraph:
+        """The running graph of a configuration."""
+        key = (transport, configuration)
+        if self._running is None or self._running[0] != key:
+            self.close()
+            folder = self._make_folder("-".join(key))
+            started = faulty(folder, TRANSPORTS[transport], **CONFIGURATIONS[configuration])
+            self._running = key, self._stack.enter_context(started)
+        return self._running[1]
+
+    def close(self) -> None:
+        """Ends what runs."""
+        self._running = None
+        self._stack.close()
 
 
 @pytest.fixture(scope="module")
-def graph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyGraph]:
-    """The running graph of a configuration; pytest keeps the tests of each together."""
-    transport, configuration = request.param
-    folder: Path = tmp_path_factory.mktemp(f"{transport}-{configuration}")
-    with faulty(folder, TRANSPORTS[transport], **CONFIGURATIONS[configuration]) as running:
-        yield running
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graphs]:
+    """The graphs of this file, ended with it."""
+    made = Graphs(tmp_path_factory.mktemp)
+    yield made
+    made.close()
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("graph", "name"), list(cells()), indirect=["graph"])
-def test_cell(graph: FaultyGraph, name: str) -> None:
+@pytest.mark.parametrize(("transport", "configuration", "name"), list(cells()))
+def test_cell(graphs: Graphs, transport: str, configuration: str, name: str) -> None:
+    graph = graphs.get(transport, configuration)
+
     replies = CELLS[name](graph)
 
     assert [reply for reply in replies if reply.outcome == "WRONG"] == []

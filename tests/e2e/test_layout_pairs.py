@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from completions import complete
-from faults import SHM, faulty, make_question, wait_for
+from faults import RESTART_S, SHM, faulty, make_question, wait_for
 from harness import serving
 from prompts import Prompt, text_ids
 from reference import Expected
@@ -79,5 +79,5 @@ def test_a_rank_that_dies_ends_its_replica_which_comes_back(log: Path) -> None:
 
         ranks[0].kill()
 
-        wait_for(lambda: graph.pids("worker") and pid not in graph.pids("worker"))
+        wait_for(lambda: graph.pids("worker") and pid not in graph.pids("worker"), RESTART_S)
         assert complete(graph.url, [prompt])["p"].text == before
