@@ -19,11 +19,13 @@ import msgspec
 from msgspec.structs import replace
 
 from components import rules
-from components.engine.outputs import Ended, Matched, Output, Reserved, StepTokens
+from components.disaggregation import Choice, Pace, Queue, choose, short_prompt
+from components.engine.outputs import Ended, Matched, Output, Reserved, StepReport, StepTokens
 from components.messages import (
     PREFILL_REPLIES,
     PREFILL_REQUESTS,
     GenerateRequest,
+    Load,
     PrefillRequest,
     Timing,
     TokenChunk,
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from components.exchange import Exchange
     from components.serving import Serving
     from components.transfer.agent import LocalRegion, TransferAgent
-    from components.transfer.peers import PrefillPeers
+    from components.transfer.peers import LinkedPrefill, PrefillPeers
     from components.transfer.pull import Finish, Prompt
     from components.transfer.puller import Puller, PullRecord
 
@@ -61,6 +63,9 @@ class DecodeOptions(DisaggOptions, frozen=True, kw_only=True):
     """Options of the decode worker."""
 
     max_local_prefill_length: Annotated[int, option("uncached prompt tokens up to which it prefills itself")] = 16
+    watch_prefill_queue: Annotated[
+        bool, option("prefills itself while the wait for prefill is longer than the work")
+    ] = True
 
 
 class DecodeWorker(Component):
@@ -80,7 +85,7 @@ class DecodeWorker(Component):
     @classmethod
     def check(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
         """The block size fits the hash unit, and every prefill worker can be pulled from."""
-        return (*rules.hash_unit_faults(node), *rules.pull_faults(node, graph))
+        return (*rules.hash_unit_faults(node), *rules.rank_faults(node), *rules.pull_faults(node, graph))
 
     @classmethod
     def warnings(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
@@ -107,7 +112,7 @@ class DecodeWorker(Component):
             self.options, context, role="decode", events=DecodeWorker.events, watcher=self._requests
         )
         await self._serving.start()
-        self._exchange = await open_exchange(self.options, context, self._serving.engine, self.make_agent)
+        self._exchange = await open_exchange(self.options, context, self._serving, self.make_agent)
         self._requests.attach(context, self._serving, self._exchange)
         context.serve(DecodeWorker.requests, self._requests.begin)
 
@@ -127,7 +132,7 @@ class DecodeWorker(Component):
         if self._requests is not None:
             self._requests.close()
         if self._exchange is not None:
-            await self._exchange.driver.close()
+            await self._exchange.drivers.close()
         if self._serving is not None:
             await self._serving.stop()
 
@@ -136,7 +141,7 @@ class DecodeWorker(Component):
         if self._serving is not None:
             await self._serving.alive()
         if self._exchange is not None:
-            await self._exchange.driver.alive()
+            await self._exchange.drivers.alive()
 
 
 class _Walk(msgspec.Struct):
@@ -155,6 +160,8 @@ class Requests:
         self._options = options
         self._walks: dict[str, _Walk] = {}
         self._attempts = count(1)
+        self._load = Load()
+        self._pace = Pace()
         self._puller: Puller | None = None
         self._peers: PrefillPeers | None = None
 
@@ -201,6 +208,11 @@ class Requests:
                 if not self._puller.cancel(output.id):
                     self._serving.engine.settled([output.id])  # ended between the last READ and its adoption
 
+    def on_report(self, report: StepReport) -> None:
+        """The engine tells how busy it is, and how fast it computes."""
+        self._load = report.load
+        self._pace.note(report.stats)
+
     def dress(self, id: str, chunk: TokenChunk) -> TokenChunk:
         """Adds what prefill had in its cache, and the story of the transfer."""
         walk = self._walks.get(id)
@@ -242,7 +254,7 @@ class Requests:
         puller = Puller(
             engine=self._serving.engine,
             client=client,
-            driver=exchange.driver,
+            drivers=exchange.drivers,
             owner=self,
             rules=PullRules(
                 lease_s=config.kv_lease_ms / 1e3,
@@ -254,7 +266,13 @@ class Requests:
         )
         self._puller = puller
         self._peers = PrefillPeers(
-            client, exchange.driver, exchange.handshake, spawn=context.spawn, on_lost=puller.peer_lost
+            client,
+            exchange.drivers,
+            exchange.handshake,
+            metrics=self._metrics,
+            spawn=context.spawn,
+            on_lost=puller.peer_lost,
+            on_notice=context.notice,
         )
         self._peers.follow()
 
@@ -266,13 +284,24 @@ class Requests:
         walk.cached_tokens = cached_tokens
         num_tokens = len(request.tokens) // TOKEN_BYTES
         peer = self._peers.usable(request.prefill)
-        if peer is None or num_tokens - cached_tokens <= self._options.max_local_prefill_length:
-            self._note_local(walk)
+        choice = self._choose(num_tokens - cached_tokens, peer) if peer is not None else None
+        if peer is None or choice is None or not choice.is_remote:
+            self._note_local(walk, choice)
             self._serving.engine.compute_locally(request.id)
             return
-        walk.reason = f"{num_tokens - cached_tokens} uncached tokens"
+        walk.reason = choice.reason
         prompt = self._prompt(request, num_tokens, cached_tokens)
         self._puller.begin(request.id, self._prefill_request(request, cached_tokens), prompt, peer)
+
+    def _choose(self, uncached_tokens: int, peer: LinkedPrefill) -> Choice:
+        assert self._peers is not None
+        assert self._puller is not None
+        told = self._peers.queue(peer.id) if self._options.watch_prefill_queue else None
+        there = None
+        if told is not None:  # what was just asked may not be in what the peer told
+            there = Queue(max(told.tokens, self._puller.tokens_asked(peer.id)), told.tokens_per_s)
+        here = Queue(self._load.prefill_tokens, self._pace.tokens_per_s)
+        return choose(uncached_tokens, max_local=self._options.max_local_prefill_length, here=here, there=there)
 
     def _is_disabled(self, prefill: str) -> bool:
         """Whether KV transfer is switched off on this worker, or on that prefill worker."""
@@ -281,9 +310,10 @@ class Requests:
         refusal = self._peers.refusal(prefill)
         return isinstance(refusal, LinkError) and refusal.code == rules.DISABLED_CODE
 
-    def _note_local(self, walk: _Walk) -> None:
+    def _note_local(self, walk: _Walk, choice: Choice | None = None) -> None:
         """Books why a prompt is prefilled here."""
-        word, reason = "short_prompt", f"at most {self._options.max_local_prefill_length} uncached tokens"
+        choice = choice or short_prompt(self._options.max_local_prefill_length)
+        word, reason = choice.word, choice.reason
         if self._peers is None:
             word, reason = "disabled", "no transfer backend is set"
         elif self._peers.usable(walk.request.prefill) is None:

@@ -9,18 +9,21 @@ from collections.abc import Callable
 
 import msgspec
 
-from components.engine.engine import Engine
+from components.engine.runner import Runner
 from components.messages import KVHandshake
 from components.options import DisaggOptions
+from components.serving import Serving
 from components.transfer.agent import LocalRegion, TransferAgent, TransferError
 from components.transfer.driver import TransferDriver
+from components.transfer.group import DriverGroup
+from components.transfer.probe import prepare
 from graph import Context, LaunchError
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """One worker's end: the driver of its agent, and its side of the handshake."""
+    """One worker's end: the drivers of its ranks' agents, and its side of the handshake."""
 
-    driver: TransferDriver
+    drivers: DriverGroup
     handshake: KVHandshake
 
 
@@ -36,14 +39,14 @@ def make_agent(options: DisaggOptions, region: LocalRegion) -> TransferAgent:
 
 
 async def open_exchange(
-    options: DisaggOptions, context: Context, engine: Engine, make_agent: Callable[[LocalRegion], TransferAgent]
+    options: DisaggOptions, context: Context, serving: Serving, make_agent: Callable[[LocalRegion], TransferAgent]
 ) -> Exchange | None:
     """Registers the engine's pool with the back end; raises `LaunchError` naming the setting if it cannot."""
     backend = options.cache_transceiver_config.backend
     if backend is None:
         return None
     context.progress(f"registering KV memory with {backend}")
-    region = _region(engine)
+    region = region_of(serving.engine.runner)
     driver = TransferDriver(lambda: make_agent(region))
     try:
         registered = await driver.start()
@@ -51,16 +54,22 @@ async def open_exchange(
         raise LaunchError(f"cache_transceiver_config.backend={backend}: {error}") from error
     context.spawn(driver.run(), name="transfer")
     carrier = backend if backend == "memory" else options.nixl_backend
-    return Exchange(driver, KVHandshake(context.id, context.boot, carrier, (registered,)))
+    prepare(registered)
+    drivers = DriverGroup([driver, *serving.team.drivers] if serving.team else [driver])
+    regions = (registered, *serving.team.regions) if serving.team else (registered,)
+    return Exchange(drivers, KVHandshake(context.id, context.boot, carrier, regions))
 
 
-def _region(engine: Engine) -> LocalRegion:
-    region = engine.runner.region
+def region_of(runner: Runner, rank: int = 0) -> LocalRegion:
+    """A runner's pool as a transfer back end registers it."""
+    region = runner.region
     return LocalRegion(
-        layout=engine.runner.layout,
+        layout=runner.layout,
         base=region.address,
         num_blocks=region.num_blocks,
         block_bytes=region.block_bytes,
         memory="VRAM" if region.memory == "VRAM" else "DRAM",
         device=region.device,
+        rank=rank,
+        probe_block=region.num_blocks - 1,
     )

@@ -114,7 +114,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     transfer_wire_ms: float = 0.0
     first_token_ms: float = 0.0
     decode_ms: float = 0.0
-    timeline: tuple[tuple[str, float], ...] = ()  # e.g. ("chunk", t) on prefill, ("read", t), ("read_done", t)
+    timeline: tuple[tuple[str, float], ...] = ()  # "chunk" on prefill; "read", "read_done", "adopted" here
 
 
 FinishReason = Literal["stop", "length"]
@@ -225,6 +225,7 @@ class RankRegion(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: int
     memory: Literal["DRAM", "VRAM"] = "DRAM"
     device: int = 0
+    probe_block: int | None = None  # no sequence's; holds the pattern of the self-test
 
 
 class KVHandshake(Message, frozen=True, array_like=True, tag=True):
@@ -284,6 +285,17 @@ class PrefillPoll(Message, frozen=True, array_like=True, tag=True):
     id: str
 
 
+class FollowPrefillQueue(Message, frozen=True, array_like=True, tag=True):
+    """Decode to prefill: tell me how long your queue is, now and whenever it changes, until I hang up."""
+
+
+class PrefillQueue(Message, frozen=True, array_like=True, tag=True):
+    """How many prompt tokens come before a new prompt, and how many are computed in a second (0: not known yet)."""
+
+    tokens: int
+    tokens_per_s: float
+
+
 class LeaseRenew(Message, frozen=True, array_like=True, tag=True):
     """Decode to prefill: keep the blocks of `id` pinned for `lease_ms` from now."""
 
@@ -337,6 +349,6 @@ class WorkerSnapshot(Message, frozen=True, array_like=True, tag=True):
     parents: bytes = b""  # the hash before each of `hashes`
 
 
-PREFILL_REQUESTS = (PrefillRequest, PrefillPoll, LeaseRenew, LeaseRelease, KVHandshake)
-PREFILL_REPLIES = (PrefillProgress, PrefillDone, LeaseState, KVHandshake)
+PREFILL_REQUESTS = (PrefillRequest, PrefillPoll, FollowPrefillQueue, LeaseRenew, LeaseRelease, KVHandshake)
+PREFILL_REPLIES = (PrefillProgress, PrefillDone, PrefillQueue, LeaseState, KVHandshake)
 WorkerEvents = (BlocksStored, BlocksRemoved, BlocksCleared, LoadChanged)

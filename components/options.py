@@ -71,5 +71,8 @@ class DisaggOptions(WorkerOptions, frozen=True, kw_only=True):
     )
     disable_kv_cache_transfer_overlap: Annotated[
         bool,
-        option("READs start only after the last chunk", env="HEADRACE_DISABLE_KV_CACHE_TRANSFER_OVERLAP"),
+        option(
+            "READs start after the last chunk, and steps wait for them",
+            env="HEADRACE_DISABLE_KV_CACHE_TRANSFER_OVERLAP",
+        ),
     ] = False

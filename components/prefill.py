@@ -25,17 +25,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from components import rules
-from components.engine.outputs import ChunkComputed, Ended, EngineRequest, Output
+from components.disaggregation import Pace
+from components.engine.outputs import ChunkComputed, Ended, EngineRequest, Output, StepReport
 from components.messages import (
     PREFILL_REPLIES,
     PREFILL_REQUESTS,
+    FollowPrefillQueue,
     KVHandshake,
     LeaseRelease,
     LeaseRenew,
     LeaseState,
+    Load,
     PrefillDone,
     PrefillPoll,
     PrefillProgress,
+    PrefillQueue,
     PrefillRequest,
     TokenChunk,
     WorkerEvents,
@@ -57,6 +61,9 @@ if TYPE_CHECKING:
 
 CANCEL_GRACE_S = 1.0
 """How long announced blocks outlive a cancelled stream whose release does not come."""
+
+SELF_TEST_S = 5.0
+"""How long after a handshake the peer's self-test may need our progress."""
 
 PINNED_SHARE = 0.75
 """Part of the pool that one decode worker may have pinned here."""
@@ -80,7 +87,7 @@ class PrefillWorker(Component):
     @classmethod
     def check(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
         """The block size fits the hash unit."""
-        return rules.hash_unit_faults(node)
+        return (*rules.hash_unit_faults(node), *rules.rank_faults(node))
 
     @classmethod
     def warnings(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
@@ -108,7 +115,7 @@ class PrefillWorker(Component):
             self.options, context, role="prefill", events=PrefillWorker.events, watcher=self._prompts
         )
         await self._serving.start()
-        self._exchange = await open_exchange(self.options, context, self._serving.engine, self.make_agent)
+        self._exchange = await open_exchange(self.options, context, self._serving, self.make_agent)
         self._prompts.attach(self._serving.engine, self._exchange)
         context.serve(PrefillWorker.requests, self._handle)
 
@@ -128,7 +135,7 @@ class PrefillWorker(Component):
         if self._prompts is not None:
             self._prompts.close()
         if self._exchange is not None:
-            await self._exchange.driver.close()
+            await self._exchange.drivers.close()
         if self._serving is not None:
             await self._serving.stop()
 
@@ -137,7 +144,7 @@ class PrefillWorker(Component):
         if self._serving is not None:
             await self._serving.alive()
         if self._exchange is not None:
-            await self._exchange.driver.alive()
+            await self._exchange.drivers.alive()
 
     def _handle(self, request: Any, stream: Stream) -> None:
         assert self._prompts is not None
@@ -148,6 +155,8 @@ class PrefillWorker(Component):
                 self._prompts.begin(request, stream)
             case PrefillPoll():
                 stream.end(self._prompts.state(request.id))
+            case FollowPrefillQueue():
+                self._prompts.follow_queue(stream)
             case LeaseRenew():
                 stream.end(self._prompts.renew(request.id, request.lease_ms / 1e3))
             case LeaseRelease():
@@ -183,6 +192,10 @@ class Prompts:
         self._leases = LeaseTable()
         self._budgets: dict[str, Budget] = {}
         self._boots: dict[str, str] = {}
+        self._load = Load()
+        self._pace = Pace()
+        self._followers: dict[str, Stream] = {}
+        self._told = PrefillQueue(0, 0.0)
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -234,6 +247,8 @@ class Prompts:
             for id in self._leases.of_peer(peer):
                 self._drop(id)
         self._boots[peer] = boot
+        if self._exchange is not None:
+            self._exchange.drivers.watch_for(SELF_TEST_S)
 
     async def drain(self) -> None:
         """Returns when no prompt is left."""
@@ -254,6 +269,33 @@ class Prompts:
         elif isinstance(output, Ended):
             prompt.stream.fail(output.error)
             self._forget(output.id)
+
+    def on_report(self, report: StepReport) -> None:
+        """The engine tells how busy it is, which decode workers want to know."""
+        self._load = report.load
+        self._pace.note(report.stats)
+        self._tell_queue()
+
+    def follow_queue(self, stream: Stream) -> None:
+        """A decode worker wants to know how long the queue is."""
+        self._followers[stream.id] = stream
+        stream.on_cancel(lambda: self._unfollow(stream.id))
+        stream.send(self._queue())
+
+    def _unfollow(self, stream: str) -> None:
+        self._followers.pop(stream, None)
+
+    def _queue(self) -> PrefillQueue:
+        held_back = sum(len(p.request.tokens) // 4 for p in self._prompts.values() if not p.is_submitted)
+        return PrefillQueue(self._load.prefill_tokens + held_back, self._pace.tokens_per_s)
+
+    def _tell_queue(self) -> None:
+        queue = self._queue()
+        if queue == self._told:
+            return
+        self._told = queue
+        for stream in self._followers.values():
+            stream.send(queue)
 
     def dress(self, id: str, chunk: TokenChunk) -> TokenChunk:
         """Nothing to add: this worker has no token streams."""
@@ -334,7 +376,7 @@ class Prompts:
         """Sets the timer for the first lease that ends; lets the driver work while peers may be reading."""
         self._metrics.pinned(len(self._leases))
         if self._exchange is not None:
-            self._exchange.driver.watch(len(self._leases) > 0)
+            self._exchange.drivers.watch(len(self._leases) > 0)
         if self._timer is not None:
             self._timer.cancel()
         next_s = self._leases.next_expiry_s

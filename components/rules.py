@@ -34,6 +34,15 @@ def hash_unit_faults(node: NodeView) -> Iterable[str]:
         )
 
 
+def rank_faults(node: NodeView) -> Iterable[str]:
+    """What cannot be divided among ranks."""
+    if node.tp > 1 and node.options.get("engine") == "fake":
+        yield f"node '{node.name}' has tp={node.tp}, and engine 'fake' has no ranks; set {node.name}.tp=1"
+    backend = _option(node, "cache_transceiver_config.backend")
+    if node.tp > 1 and backend == "memory":
+        yield f"node '{node.name}' has tp={node.tp}, and KV back end 'memory' knows one process only; use NIXL"
+
+
 def pull_faults(decode: NodeView, graph: GraphView) -> Iterable[str]:
     """A decode worker must be able to pull the blocks of every prefill worker it asks."""
     sources = {source.name for source in graph.linked_to(decode.name, "kv")}

@@ -33,6 +33,7 @@ from components.messages import (
 )
 from components.metrics import EngineMetrics
 from components.options import WorkerOptions
+from components.ranks.team import Team
 from graph import Context, Message, Publishes, Refused, Stream
 
 _CANARY_PRIORITY = 1 << 30
@@ -45,6 +46,9 @@ class Watcher(Protocol):
     def on_output(self, output: Output) -> None:
         """Called for every output of the engine, before a stream hears of it."""
 
+    def on_report(self, report: StepReport) -> None:
+        """Called for every report of the engine, after its outputs."""
+
     def dress(self, id: str, chunk: TokenChunk) -> TokenChunk:
         """The last word on a chunk before it leaves, e.g. to add what was cached elsewhere, or the timing."""
 
@@ -53,6 +57,7 @@ class Serving:
     """One engine and the streams of its requests. All methods belong to the event loop's thread."""
 
     engine: Engine
+    team: Team | None = None  # the other ranks, if there are any
 
     def __init__(
         self,
@@ -83,8 +88,13 @@ class Serving:
         self._hash_unit = self._options.hash_unit or self._options.block_size
         self._publisher = self._context.publisher(self._events, self._snapshot)
         self._metrics = EngineMetrics(self._context.metrics)
-        self.engine = await asyncio.to_thread(build_engine, self._options, self._context, self._on_report)
+        if self._context.tp > 1:
+            self.team = Team(self._context, self._context.tp)
+            await self.team.start(self._options)
+        self.engine = await asyncio.to_thread(build_engine, self._options, self._context, self._on_report, self.team)
         self._has_engine = True
+        if self.team is not None:
+            await self.team.join()
         self.engine.start()
         answer = await self._try_engine()
         if isinstance(answer, Ended):
@@ -99,6 +109,8 @@ class Serving:
         if self._has_engine:
             await asyncio.to_thread(self.engine.stop)
             await asyncio.sleep(0)  # the engine's last report is delivered before this returns
+        if self.team is not None:
+            await self.team.close()
 
     async def alive(self) -> None:
         """Returns when a canary has got its token, or when the engine had a whole round and no room for it.
@@ -186,6 +198,8 @@ class Serving:
             self._load = report.load
             self._publisher.publish(LoadChanged(report.load))
         self._metrics.note(report)
+        if self._watcher is not None:
+            self._watcher.on_report(report)
         if self.engine.failure is not None and not self._has_failed:
             self._has_failed = True
             self._context.spawn(self._fail(self.engine.failure), name="engine failure")

@@ -27,7 +27,7 @@ class Worker(Component):
     @classmethod
     def check(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
         """The block size fits the hash unit."""
-        return rules.hash_unit_faults(node)
+        return (*rules.hash_unit_faults(node), *rules.rank_faults(node))
 
     @classmethod
     def resolve(cls, node: NodeView, graph: GraphView) -> Mapping[str, object]:

@@ -243,7 +243,8 @@ class Context(Protocol):
     boot: str  # unique per process start
     graph: str  # the running graph's name
     run_dir: Path  # this graph's private folder; gone when the graph ends
-    num_cores: int  # CPU cores this replica may use
+    num_cores: int  # CPU cores this replica may use, all its ranks together
+    tp: int  # ranks of this replica; a component with more than one starts the others itself
     listener: socket.socket | None  # bound by the supervisor, for a component with `listens`
     metrics: CollectorRegistry
     loop: asyncio.AbstractEventLoop
@@ -262,6 +263,9 @@ class Context(Protocol):
 
     def progress(self, doing: str, fraction: float | None = None) -> None:
         """Shows what this replica is doing while it starts."""
+
+    def notice(self, text: str) -> None:
+        """Shows a remark in `graph status` as long as this process lives, in the place of an earlier one."""
 
     def spawn(self, work: Awaitable[None], *, name: str) -> asyncio.Task[None]:
         """Runs background work that ends with the replica; its failure ends the replica."""

@@ -53,6 +53,7 @@ class ReplicaContext:
         self.graph = spec.graph
         self.run_dir = Path(spec.run_dir)
         self.num_cores = spec.num_cores
+        self.tp = spec.tp
         self.listener = None if spec.listener is None else socket.socket(fileno=spec.listener)
         self.metrics = metrics
         self.loop = loop
@@ -98,10 +99,16 @@ class ReplicaContext:
         now = time.monotonic()
         if doing != last or now - at >= _MIN_PROGRESS_GAP_S:
             self._last_progress = (doing, now)
-            report = Report(self.boot, "starting", doing, fraction)
-            self._supervisor.open(
-                report, peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S, on_item=_ignore, on_end=_log_lost_report
-            )
+            self._tell(Report(self.boot, "starting", doing, fraction))
+
+    def notice(self, text: str) -> None:
+        """See `Context`."""
+        self._tell(Report(self.boot, "ready", notice=text))
+
+    def _tell(self, report: Report) -> None:
+        self._supervisor.open(
+            report, peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S, on_item=_ignore, on_end=_log_lost_report
+        )
 
     def spawn(self, work: Awaitable[None], *, name: str) -> asyncio.Task[None]:
         """See `Context`."""

@@ -42,6 +42,7 @@ class Managed:
         self.started_s = time.time()  # of the present process
         self.doing = ""
         self.fraction: float | None = None
+        self.notice = ""  # what its present process wants an operator to see
         self.reason = ""  # why it died last
         self.last_words = ""  # the end of its log, once it failed
         self.boot = ""
@@ -101,6 +102,7 @@ class Managed:
         self.boot = uuid.uuid4().hex[:8]
         self._ready_at = self._drain_until = self.start_s = None
         self._verdict = ""
+        self.notice = ""
         self.started_s = time.time()
         path = socket_path(self._run_dir, self.id, self.boot)
         try:
@@ -118,7 +120,10 @@ class Managed:
         """Books what the replica says of itself; words of an earlier process count for nothing."""
         if report.boot != self.boot or self.process is None or self.state == "draining":
             return
-        if report.state == "draining":
+        if report.notice:
+            self.notice = report.notice
+            self._on_change()
+        elif report.state == "draining":
             self._drain_until = time.monotonic() + DRAIN_TIMEOUT_S
             self._move("draining", doing="someone sent it SIGTERM")
         elif report.state == "ready" and self.state != "ready":

@@ -85,7 +85,9 @@ def status_table(status: GraphStatus, now_s: float) -> Table:
 
 
 def _past(replica: ReplicaStatus) -> str:
-    """What there is to tell of a replica that just does its work: why it died last, or how long it took to start."""
+    """What there is to tell of a replica that does its work: its notice, why it died last, how long it took to start."""
+    if replica.notice:
+        return replica.notice
     if replica.reason:
         return f"before: {replica.reason}"
     return "" if replica.start_s is None else f"started in {replica.start_s:.1f} s"

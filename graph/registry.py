@@ -68,12 +68,14 @@ class Report(Message, frozen=True, array_like=True, tag=True):
     """Replica to supervisor: my state, and what I am doing while I start (`fraction` of 1 done, if known).
 
     State "draining" is answered once nobody sends this replica new requests any more.
+    A report with a `notice` brings that alone: something an operator should see.
     """
 
     boot: str
     state: State
     doing: str = ""
     fraction: float | None = None
+    notice: str = ""
 
 
 class Noted(Message, frozen=True, array_like=True, tag=True):

@@ -13,7 +13,6 @@ standard input says so as well.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -26,6 +25,7 @@ import msgspec
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from graph.child import die_with_parent, end_with_pipe, read_line, set_title
 from graph.component import Component
 from graph.context import ReplicaContext
 from graph.link import Links, ZeroMQ
@@ -36,17 +36,16 @@ from graph.spec import ReplicaSpec
 
 log = logging.getLogger("headrace.replica")
 
-_PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT_S = 10.0
 
 
 def main() -> int:
     """Entry point of `python -m graph.replica`."""
-    _die_with_parent()
-    spec = msgspec.json.decode(_read_line(0), type=ReplicaSpec)
+    die_with_parent()
+    spec = msgspec.json.decode(read_line(), type=ReplicaSpec)
     if os.getppid() != spec.parent_pid:  # it died before the kernel was asked to tell
         return 1
-    _set_title(spec.title)
+    set_title(spec.title)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
     log.info("%s boot %s starts, pid %d", spec.id, spec.boot, os.getpid())
@@ -80,7 +79,7 @@ class Replica:
         """Returns the process's exit status."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leave.set)
-        loop.add_reader(0, _exit_without_parent)
+        end_with_pipe(loop)
         metrics = CollectorRegistry()
         links = Links(self._spec.id, self._spec.boot, transport=ZeroMQ(), listen=self._spec.address)
         context = ReplicaContext(self._spec, links, loop=loop, metrics=metrics, on_failure=self._fail)
@@ -149,30 +148,6 @@ class Replica:
             self._failed.set()
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _exit_without_parent() -> None:
-    if not os.read(0, 1):
-        os._exit(1)
-
-
-def _read_line(descriptor: int) -> bytes:
-    """The one line that the parent sends; afterwards the pipe only tells whether it lives."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        piece = os.read(descriptor, 65536)
-        if not piece:
-            sys.exit("the parent is gone")
-        line += piece
-    return bytes(line)
-
-
-def _set_title(title: str) -> None:
-    import setproctitle
-
-    setproctitle.setproctitle(title)
 
 
 if __name__ == "__main__":

@@ -47,15 +47,15 @@ def cores_for(node: NodeView, view: GraphView, desired: Mapping[str, int], num_c
     """CPU cores of one replica of `node`, when `desired` replicas of each node run.
 
     A node that states its cores gets them. Components that compute all the time share what is
-    left; all others get one, because they wait most of the time.
+    left, rank by rank; all others get one, because they wait most of the time.
     """
     if node.cores is not None:
         return max(1, int(node.cores))
     if not node.component.compute:
         return 1
     stated = sum((n.cores or 0) * desired[n.name] for n in view.nodes.values())
-    sharing = sum(desired[n.name] for n in view.nodes.values() if n.cores is None and n.component.compute)
-    return max(1, int((num_cores - stated) // max(1, sharing)))
+    sharing = sum(desired[n.name] * n.tp for n in view.nodes.values() if n.cores is None and n.component.compute)
+    return node.tp * max(1, int((num_cores - stated) // max(1, sharing)))
 
 
 class GpuPool:

@@ -29,6 +29,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     supervisor: Peer
     targets: dict[str, dict[str, str]]
     num_cores: int
+    tp: int = 1
     parent_pid: int
     listener: int | None = None
 

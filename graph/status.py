@@ -29,6 +29,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     rss_mb: int | None = None
     start_s: float | None = None  # how long it took to become ready
     gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
+    notice: str = ""  # what the replica wants an operator to see, such as a slow link
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
@@ -89,6 +90,7 @@ def _replica_status(managed: Managed) -> ReplicaStatus:
         None if pid is None else _rss_mb(pid),
         managed.start_s,
         managed.gpus,
+        managed.notice,
     )
 
 

@@ -269,10 +269,11 @@ class Supervisor:
             supervisor=self.peer,
             targets=targets_of(self.view, node.name),
             num_cores=num_cores,
+            tp=node.tp,
             parent_pid=os.getpid(),
         )
-        environment = {"UCX_NET_DEVICES": "lo", **self._environment, **thread_environment(num_cores)}
-        gpus = self.gpus.take(managed.id, node.gpus)
+        environment = {"UCX_NET_DEVICES": "lo", **self._environment, **thread_environment(max(1, num_cores // node.tp))}
+        gpus = self.gpus.take(managed.id, node.gpus * node.tp)
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             managed.gpus = gpus

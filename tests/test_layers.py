@@ -29,10 +29,15 @@ ENDS = ({"router", "routing"}, {"prefill"}, {"decode"}, {"worker"})
 OWNERS = {
     "zmq": ("graph/link/zeromq.py",),
     "yaml": ("graph/overrides.py",),
-    "setproctitle": ("graph/replica.py",),
+    "setproctitle": ("graph/child.py",),
     "uvloop": ("graph/replica.py",),
     "nixl": ("components/transfer/nixl.py",),
-    "torch": ("components/engine/", "components/model_cache.py", "components/transfer/nixl.py"),
+    "torch": (
+        "components/engine/",
+        "components/model_cache.py",
+        "components/transfer/nixl.py",
+        "components/transfer/device.py",
+    ),
     "transformers": ("components/engine/", "components/model_cache.py"),
     "uvicorn": ("frontends/http_server.py",),
     "tokenizers": ("frontends/text/",),

@@ -66,9 +66,10 @@ class KVPool:
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        shape, dtype = (num_blocks, *block_shape(layout)), getattr(torch, layout.dtype)
+        # One block more, which is no sequence's: transfers test themselves on it.
+        shape, dtype = (num_blocks + 1, *block_shape(layout)), getattr(torch, layout.dtype)
         if device.type == "cpu":
-            pages = mmap.mmap(-1, num_blocks * block_bytes(layout))
+            pages = mmap.mmap(-1, (num_blocks + 1) * block_bytes(layout))
             self.blocks = torch.frombuffer(pages, dtype=dtype).view(shape)  # keeps the mapping alive
         else:
             self.blocks = torch.zeros(shape, dtype=dtype, device=device)
@@ -78,7 +79,8 @@ class KVPool:
         """Where the blocks lie."""
         device = self.blocks.device
         memory = "DRAM" if device.type == "cpu" else "VRAM"
-        return KVRegion(self.blocks.data_ptr(), self.num_blocks, block_bytes(self.layout), memory, device.index or 0)
+        num_blocks = len(self.blocks)
+        return KVRegion(self.blocks.data_ptr(), num_blocks, block_bytes(self.layout), memory, device.index or 0)
 
 
 def decode_groups(num_blocks: Sequence[int], overhead: int = _GROUP_OVERHEAD_BLOCKS) -> list[list[int]]:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from components.engine.engine import Engine, EngineConfig, StepReport
 from components.engine.fake import FakeRunner
+from components.engine.parallel import Others, ParallelRunner, Place
 from components.engine.runner import Runner
 from components.options import WorkerOptions
-from graph import Context
+from graph import Context, LaunchError
 
 log = logging.getLogger(__name__)
 
@@ -19,9 +20,21 @@ _CPU_BATCHED_TOKENS = 256  # a chunk of 0.4 to 0.8 s of the default model on one
 _GPU_BATCHED_TOKENS = 8_192
 
 
-def build_engine(options: WorkerOptions, context: Context, on_report: Callable[[StepReport], None]) -> Engine:
-    """Loads the model and makes the engine, not yet started; blocks for as long as loading takes."""
-    runner = _make_runner(options, context)
+def build_engine(
+    options: WorkerOptions, context: Context, on_report: Callable[[StepReport], None], others: Others | None = None
+) -> Engine:
+    """Loads the model and makes the engine, not yet started; blocks for as long as loading takes.
+
+    `others` are the replica's further ranks, if it has any: they load at the same time.
+    """
+    runner = make_runner(
+        options,
+        num_threads=max(1, context.num_cores // context.tp),
+        on_progress=context.progress,
+        place=None if others is None else others.place,
+    )
+    if others is not None:
+        runner = ParallelRunner(runner, others)
     batched_tokens = options.max_num_batched_tokens
     if batched_tokens is None:
         batched_tokens = _GPU_BATCHED_TOKENS if runner.region.memory == "VRAM" else _CPU_BATCHED_TOKENS
@@ -39,8 +52,13 @@ def build_engine(options: WorkerOptions, context: Context, on_report: Callable[[
     return Engine(runner, config, on_report)
 
 
-def _make_runner(options: WorkerOptions, context: Context) -> Runner:
+def make_runner(
+    options: WorkerOptions, *, num_threads: int, on_progress: Callable[[str], None], place: Place | None = None
+) -> Runner:
+    """The runner that the options describe; with `place`, that of one rank."""
     if options.engine == "fake":
+        if place is not None:
+            raise LaunchError("engine 'fake' has no ranks to divide its work among; set tp=1")
         return FakeRunner(
             num_blocks=options.num_blocks or FAKE_NUM_BLOCKS,
             block_size=options.block_size,
@@ -50,4 +68,4 @@ def _make_runner(options: WorkerOptions, context: Context) -> Runner:
         )
     from components.engine.torch_runner import TorchRunner  # imports torch
 
-    return TorchRunner(options, num_threads=context.num_cores, on_progress=context.progress)
+    return TorchRunner(options, num_threads=num_threads, on_progress=on_progress, place=place)

@@ -96,6 +96,7 @@ class Engine:
         self._commands: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
         self._is_stopping = False
+        self._holds: set[str] = set()
         self._is_over = False  # no command is carried out any more
         self._failure: LinkError | None = None
         self._num_failures = 0  # failed steps in a row
@@ -152,6 +153,14 @@ class Engine:
         """No byte will land any more in what was lent to these sequences."""
         self._command(partial(self._settle, tuple(ids)))
 
+    def hold(self, id: str) -> None:
+        """Lets no step begin until `resume(id)`; who calls it bounds the wait. Commands are still carried out."""
+        self._command(partial(self._holds.add, id))
+
+    def resume(self, id: str) -> None:
+        """Undoes `hold`. Idempotent."""
+        self._command(partial(self._holds.discard, id))
+
     def release(self, id: str) -> None:
         """Unpins a held sequence; idempotent."""
         self._command(partial(self._book.release, id))
@@ -187,6 +196,9 @@ class Engine:
     def _turn(self) -> bool:
         """One round: commands, plan, step. False if there was nothing to do."""
         self._obey()
+        if self._holds:
+            self._report()
+            return False
         plan = schedule(self._book.queues, self._pool, self._limits)
         self._book.apply(plan)
         self._report()

@@ -59,13 +59,14 @@ class FakeRunner:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._speed = speed or FakeEngine()
-        # (block, kv_head, layer, K/V, token, head_dim), as 32-bit words
-        self.memory: Words = np.zeros((num_blocks, NUM_KV_HEADS, NUM_LAYERS, 2, block_size, HEAD_DIM), np.uint32)
+        # (block, kv_head, layer, K/V, token, head_dim), as 32-bit words; the last block is the transfers'
+        shape = (NUM_KV_HEADS, NUM_LAYERS, 2, block_size, HEAD_DIM)
+        self.memory: Words = np.zeros((num_blocks + 1, *shape), np.uint32)
 
     @property
     def region(self) -> KVRegion:
         """Where the blocks lie."""
-        return KVRegion(self.memory.ctypes.data, self.num_blocks, self.memory[0].nbytes, "DRAM")
+        return KVRegion(self.memory.ctypes.data, len(self.memory), self.memory[0].nbytes, "DRAM")
 
     def execute(self, batch: Batch) -> Sampled:
         """Writes the new tokens' slots, then reads each sampled sequence's context back."""

@@ -57,7 +57,10 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class KVRegion(msgspec.Struct, frozen=True):
-    """The KV pool's memory, for registration with a transport."""
+    """The KV pool's memory, for registration with a transport.
+
+    It has one block more than the pool: the last one belongs to no sequence, transfers test themselves on it.
+    """
 
     address: int
     num_blocks: int

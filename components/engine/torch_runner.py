@@ -8,19 +8,26 @@ arguments that the model hands down to it. Logits are computed for the sampled r
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from components.engine.attention import KVPool, PagedStep, SdpaAttention, Shape
+from components.engine.collective import Ranks
 from components.engine.fuse import fuse_layers, pack_weights, should_pack
 from components.engine.loading import ATTENTION, fingerprint, kv_layout, load_config, load_model, resolve_dtype
+from components.engine.parallel import Place
+from components.engine.ranges import Share
 from components.engine.runner import Batch, KVRegion, Sampled
 from components.engine.sampling import sample
+from components.engine.shard import own_share, shard_model
 from components.kv.layout import block_bytes
 from components.messages import KVLayout
 from components.model_cache import resolve_model
@@ -41,26 +48,33 @@ class TorchRunner:
         *,
         num_threads: int | None = None,
         on_progress: Callable[[str], None] | None = None,
+        place: Place | None = None,
     ) -> None:
-        """Loads the model and makes the pool. Raises `LaunchError` with what to change."""
+        """Loads the model and makes the pool; with `place`, this rank's part of both, together with the other ranks.
+
+        Raises `LaunchError` with what to change.
+        """
         report = on_progress or (lambda _: None)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         _register_attention()
-        device = _resolve_device(options.device)
+        device = resolve_device(options.device, place)
+        ranks = None if place is None else Ranks(place.rank, place.size, store=place.store, device=device)
         report(f"resolving {options.model}")
         folder = resolve_model(options.model)
         config = self.model_config = load_config(folder)
         dtype = resolve_dtype(options.dtype, config)
         report(f"loading {options.model}")
-        self._model = load_model(folder, config, dtype, device, options.load_format)
-        fuse_layers(self._model, config)
+        self._ranks = ranks
+        self._model = _load(folder, config, dtype, device, load_format=options.load_format, ranks=ranks)
         if should_pack(dtype, device):
             pack_weights(self._model)
         self.vocab_size: int = config.vocab_size
         self.max_model_len = _max_model_len(options, config.max_position_embeddings)
-        self.layout: KVLayout = kv_layout(config, fingerprint(folder, options.load_format), dtype, options.block_size)
-        self.num_blocks = _num_blocks(options, self.layout, device)
+        layout = kv_layout(config, fingerprint(folder, options.load_format), dtype, options.block_size)
+        self.layout: KVLayout = layout if ranks is None else _own_part(layout, own_share(config, ranks))
+        num_blocks = _num_blocks(options, self.layout, device)
+        self.num_blocks = num_blocks if ranks is None else ranks.least(num_blocks)
         self._pool = KVPool(self.layout, self.num_blocks, device)
         self._attention = SdpaAttention(self._pool)
         self._device = device
@@ -91,6 +105,8 @@ class TorchRunner:
     def close(self) -> None:
         """Frees the model and the pool."""
         del self._model, self._attention, self._pool
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _row(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)[None]
@@ -122,7 +138,43 @@ def _attention_forward(
     return paged_step.attend(layer, query[0].transpose(0, 1), shape)[None], None
 
 
-def _resolve_device(option: str) -> torch.device:
+def _load(
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    load_format: str,
+    ranks: Ranks | None,
+) -> PreTrainedModel:
+    """The model with fused layers on the device; a rank's part is cut out before it gets there."""
+    if ranks is None:
+        model = load_model(folder, config, dtype, device, load_format)
+    else:
+        model = load_model(folder, config, dtype, torch.device("cpu"), load_format)
+        config = shard_model(model, config, ranks)
+        model.to(device)  # type: ignore[arg-type]
+    fuse_layers(model, config)
+    return model
+
+
+def _own_part(layout: KVLayout, share: Share) -> KVLayout:
+    return msgspec.structs.replace(layout, head_start=share.kv_start, head_stop=share.kv_stop)
+
+
+def resolve_device(option: str, place: Place | None = None) -> torch.device:
+    """The device that an option names; each rank of a replica has a GPU of its own."""
+    device = _named_device(option)
+    if device.type != "cuda" or place is None:
+        return device
+    if torch.cuda.device_count() < place.size:
+        raise LaunchError(f"tp={place.size} needs as many GPUs and {torch.cuda.device_count()} are visible; set gpus=1")
+    own = torch.device("cuda", place.rank)
+    torch.cuda.set_device(own)
+    return own
+
+
+def _named_device(option: str) -> torch.device:
     if option == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -38,6 +38,7 @@ class LocalRegion(msgspec.Struct, frozen=True):
     memory: Literal["DRAM", "VRAM"] = "DRAM"
     device: int = 0
     rank: int = 0
+    probe_block: int | None = None  # no sequence's: what the self-test reads and writes
 
     @property
     def num_bytes(self) -> int:
@@ -85,4 +86,5 @@ def rank_region(region: LocalRegion, *, agent: str, metadata: bytes) -> RankRegi
         num_blocks=region.num_blocks,
         memory=region.memory,
         device=region.device,
+        probe_block=region.probe_block,
     )

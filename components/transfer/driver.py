@@ -21,34 +21,23 @@ import msgspec
 
 from components.messages import RankRegion
 from components.transfer.agent import TransferAgent, TransferError
-from components.transfer.plan import Pieces, Route
+from components.transfer.plan import Route
+from components.transfer.probe import Speed, self_test
+from components.transfer.reads import OnResult, Part, ReadResult
 
 IDLE_TICK_S = 0.05
 WATCH_TICK_S = 0.001
 READ_TICK_S = 0.0001
+SPIN_S = 0.002  # most READs between GPUs end in this time, and a tick would be a good part of it
 
 logger = logging.getLogger(__name__)
-
-Part = tuple[str, Pieces]
-"""A READ from one agent; a transfer has one for each source rank."""
-
-
-class ReadResult(msgspec.Struct, frozen=True):
-    """How a READ ended: nothing of it will land any more. Times in ms."""
-
-    error: str | None
-    descriptors: int
-    num_bytes: int
-    wait_ms: float
-    post_ms: float
-    wire_ms: float
 
 
 class _Read(msgspec.Struct, eq=False):
     """A READ on its way."""
 
     parts: Sequence[Part]
-    on_result: Callable[[ReadResult], None]
+    on_result: OnResult
     queued_s: float
     begun_s: float = 0.0
     posted_s: float = 0.0
@@ -76,9 +65,11 @@ class TransferDriver:
         self._wake = threading.Event()
         self._reads: list[_Read] = []  # the thread's own
         self._is_watching = False
+        self._watch_until_s = 0.0
         self._is_closing = False
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
+        self._testing = asyncio.Lock()
 
     async def start(self) -> RankRegion:
         """Makes the agent; returns what peers must know of it. Raises `TransferError`."""
@@ -100,6 +91,16 @@ class TransferDriver:
         self._submit(lambda agent: self._tell(_resolve, turned, None))
         await turned
 
+    async def link(self, peer: RankRegion, way: Route) -> Speed | None:
+        """Makes a peer's rank readable and tests it: one test at a time. Raises `TransferError`."""
+        await self.connect(peer, way)
+        try:
+            async with self._testing:
+                return await self_test(self.read, self._region, peer, way)
+        except TransferError:
+            self.disconnect(peer.agent)
+            raise
+
     async def connect(self, peer: RankRegion, way: Route) -> None:
         """Makes a peer's rank readable. Raises `TransferError`."""
         connected: asyncio.Future[None] = self._loop.create_future()
@@ -119,7 +120,7 @@ class TransferDriver:
         """Forgets a peer's rank."""
         self._submit(lambda own: own.disconnect(agent))
 
-    def read(self, parts: Sequence[Part], on_result: Callable[[ReadResult], None]) -> None:
+    def read(self, parts: Sequence[Part], on_result: OnResult) -> None:
         """Starts a READ; `on_result` comes exactly once, when no byte of it can land any more."""
         read = _Read(parts, on_result, time.monotonic())
         self._submit(lambda agent: self._post(agent, read))
@@ -129,6 +130,11 @@ class TransferDriver:
         if is_on != self._is_watching:
             self._is_watching = is_on
             self._wake.set()
+
+    def watch_for(self, seconds: float) -> None:
+        """Like `watch(True)`, for a while: a peer connects and tests the connection."""
+        self._watch_until_s = time.monotonic() + seconds
+        self._wake.set()
 
     async def close(self, timeout_s: float = 2.0) -> None:
         """Waits a while for READs in flight, then frees the agent and ends the thread."""
@@ -150,6 +156,7 @@ class TransferDriver:
         except TransferError as error:
             self._tell(_fail, ready, error)
             return
+        self._region = agent.region
         self._tell(_resolve, ready, agent.region)
         try:
             while not self._is_closing or (self._reads and time.monotonic() < self._close_by_s):
@@ -171,9 +178,11 @@ class TransferDriver:
 
     def _rest(self) -> None:
         if self._reads:
-            time.sleep(READ_TICK_S)
+            is_fresh = time.monotonic() - self._reads[-1].posted_s < SPIN_S
+            time.sleep(0 if is_fresh else READ_TICK_S)  # either way others get the interpreter
             return
-        if self._wake.wait(WATCH_TICK_S if self._is_watching else IDLE_TICK_S):
+        is_watching = self._is_watching or time.monotonic() < self._watch_until_s
+        if self._wake.wait(WATCH_TICK_S if is_watching else IDLE_TICK_S):
             self._wake.clear()
 
     def _post(self, agent: TransferAgent, read: _Read) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from components.transfer.reads import ReadResult
+
 
 class TransferMetrics:
     """The decode side's counters."""
@@ -17,6 +19,14 @@ class TransferMetrics:
         self._bytes = Counter("headrace_kv_moved_bytes", "KV bytes pulled", registry=registry)
         self._seconds = Counter("headrace_kv_transfer_seconds", "Time of KV READs by part", ["part"], registry=registry)
         self._errors = Counter("headrace_kv_transport_errors", "KV READs the transport failed", registry=registry)
+        self._pieces = Counter("headrace_kv_moved_pieces", "Descriptors of KV READs", registry=registry)
+        self._bandwidth = Gauge(
+            "headrace_kv_link_bytes_per_second", "Measured when a prefill worker connects", ["peer"], registry=registry
+        )
+        self._slow = Gauge("headrace_kv_link_slow", "1 where the self-test was too slow", ["peer"], registry=registry)
+        self._timeouts = Counter(
+            "headrace_kv_transfer_timeouts", "KV READs that exceeded kv_transfer_timeout_ms", registry=registry
+        )
         self._leases = Counter("headrace_kv_leases_lost", "Pulls whose lease had ended", registry=registry)
 
     def remote(self, num_tokens: int) -> None:
@@ -28,14 +38,24 @@ class TransferMetrics:
         """A prompt is prefilled here; `reason` is one of few words."""
         self._local.labels(reason).inc()
 
-    def read(self, num_bytes: int, *, wait_ms: float, post_ms: float, wire_ms: float, is_failed: bool) -> None:
+    def read(self, result: ReadResult) -> None:
         """A READ has ended."""
-        if is_failed:
+        if result.error is not None:
             self._errors.inc()
         else:
-            self._bytes.inc(num_bytes)
-        for part, ms in (("waiting", wait_ms), ("posting", post_ms), ("wire", wire_ms)):
+            self._bytes.inc(result.num_bytes)
+            self._pieces.inc(result.descriptors)
+        for part, ms in (("waiting", result.wait_ms), ("posting", result.post_ms), ("wire", result.wire_ms)):
             self._seconds.labels(part).inc(ms / 1e3)
+
+    def link(self, peer: str, bytes_per_s: float, *, is_slow: bool) -> None:
+        """A connection was tested."""
+        self._bandwidth.labels(peer).set(bytes_per_s)
+        self._slow.labels(peer).set(is_slow)
+
+    def timed_out(self) -> None:
+        """A pull was given up because its READ took too long; the READ itself may still be in flight."""
+        self._timeouts.inc()
 
     def lease_lost(self) -> None:
         """A pull was given up because its lease had ended."""

@@ -23,6 +23,7 @@ import msgspec
 from components.messages import FinishReason, PrefillDone, PrefillProgress, TokenLogprobs, unpack_ids
 
 ID_BYTES = 4
+TIMED_OUT = "the transfer exceeded kv_transfer_timeout_ms"
 
 
 class Phase(Enum):
@@ -149,6 +150,11 @@ class Pull:
         return self.phase in ENDS
 
     @property
+    def num_uncomputed(self) -> int:
+        """Tokens that prefill has still to compute, as far as it has told."""
+        return self.prompt.num_tokens - (self.progress.num_tokens if self.progress else self.prompt.cached_tokens)
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing more is to be expected of it."""
         return self.is_over and not self.is_reading
@@ -220,8 +226,7 @@ class Pull:
             return []
         if held is False:
             return self._give_up("the lease on the prefill worker's blocks has ended")
-        if held:
-            self._heard = now
+        if held:  # no news of the prompt: only what prefill says of it ends the silence
             self._lease_until = max(self._lease_until, sent_at + self.rules.lease_s)
         elif now >= self._lease_until:
             return self._give_up("the lease on the prefill worker's blocks could not be renewed")
@@ -250,7 +255,7 @@ class Pull:
         if self.is_over or self.phase is Phase.CREDIT:
             return []
         if self._read_by is not None and self.is_reading and now >= self._read_by:
-            return self._give_up("the transfer exceeded kv_transfer_timeout_ms")
+            return self._give_up(TIMED_OUT)
         actions = self._renew_if_due(now)
         if self.done is None and not self._is_polling and now >= self._heard + self.rules.silence_s:
             self._is_polling = True

@@ -26,11 +26,12 @@ from components.messages import (
 )
 from components.transfer import pull as pulls
 from components.transfer.budget import Budget
-from components.transfer.driver import Part, ReadResult, TransferDriver
+from components.transfer.group import DriverGroup, RankPart
 from components.transfer.metrics import TransferMetrics
 from components.transfer.peers import LinkedPrefill
 from components.transfer.plan import Side, plan, whole_blocks
 from components.transfer.pull import Action, Prompt, Pull, PullRules
+from components.transfer.reads import ReadResult
 from graph import Call, Client, LinkError, NoPeer
 
 PREFILL_DEADLINE_S = 3600.0
@@ -49,6 +50,8 @@ class PullEngine(Protocol):
     def compute_locally(self, id: str) -> None: ...
     def adopt(self, id: str, *, token: int, logprobs: TokenLogprobs | None) -> None: ...
     def settled(self, ids: Sequence[str]) -> None: ...
+    def hold(self, id: str) -> None: ...
+    def resume(self, id: str) -> None: ...
 
 
 class PullOwner(Protocol):
@@ -101,7 +104,7 @@ class Puller:
         *,
         engine: PullEngine,
         client: Client,
-        driver: TransferDriver,
+        drivers: DriverGroup,
         owner: PullOwner,
         rules: PullRules,
         budget: Budget,
@@ -109,7 +112,7 @@ class Puller:
     ) -> None:
         self._engine = engine
         self._client = client
-        self._driver = driver
+        self._drivers = drivers
         self._owner = owner
         self._rules = rules
         self._budget = budget
@@ -121,6 +124,11 @@ class Puller:
     def num_active(self) -> int:
         """Pulls that are not over, or whose READ is still in flight."""
         return len(self._active)
+
+    def tokens_asked(self, peer: str) -> int:
+        """Prompt tokens that a prefill worker was or will be asked for and has not computed yet."""
+        asked = (a.pull for a in self._active.values() if a.peer.id == peer)
+        return sum(pull.num_uncomputed for pull in asked if not pull.is_over)
 
     def begin(self, id: str, request: PrefillRequest, prompt: Prompt, peer: LinkedPrefill) -> None:
         """Starts a remote prefill for the engine's sequence `id`, which is in the state "matched"."""
@@ -177,6 +185,7 @@ class Puller:
             case pulls.Poll():
                 self._poll(active)
             case pulls.Adopt(token, logprobs):
+                active.record.timeline.append(("adopted", time.monotonic() * 1e3))
                 self._metrics.remote(active.pull.have - active.pull.prompt.cached_tokens)
                 self._owner.on_adopted(active.id, active.record)
                 self._engine.adopt(active.id, token=token, logprobs=logprobs)
@@ -185,6 +194,8 @@ class Puller:
                 self._owner.on_finished(active.id, active.record, action)
             case pulls.Recompute(reason):
                 logger.warning("request %s is prefilled here: %s", active.id, reason)
+                if reason == pulls.TIMED_OUT:
+                    self._metrics.timed_out()
                 self._owner.on_local(active.id, reason)
                 self._engine.compute_locally(active.id)
             case pulls.Release():
@@ -231,25 +242,29 @@ class Puller:
             self._do(active, active.pull.read_failed(f"{active.peer.id}: {error}"))
             return
         active.record.timeline.append(("read", time.monotonic() * 1e3))
-        self._driver.read(parts, lambda result: self._read_ended(active, action, result))
+        if not self._rules.overlap:
+            self._engine.hold(active.id)
+        self._drivers.read(parts, lambda result: self._read_ended(active, action, result))
 
-    def _parts(self, active: _Active, action: pulls.Read) -> list[Part]:
-        """The READ's pieces for each source rank; raises `ValueError` for blocks that are not there."""
-        assert active.target is not None
+    def _parts(self, active: _Active, action: pulls.Read) -> list[RankPart]:
+        """The READ's pieces for each pair of ranks; raises `ValueError` for blocks that are not there."""
+        target = active.target
+        assert target is not None
         stranger = next((b for b in action.source_ids if not 0 <= b < active.peer.num_blocks), None)
         if stranger is not None:
             raise ValueError(f"block {stranger} was announced; there are {active.peer.num_blocks}")
         source = Side(action.source_ids, action.source_first)
         return [
-            (agent, plan(way, source, active.target, start=action.start, stop=whole_blocks(way, action.stop)))
-            for agent, way in active.peer.routes
+            RankPart(to.rank, to.agent, plan(to.way, source, target, start=action.start, stop=stop))
+            for to in active.peer.routes
+            for stop in (whole_blocks(to.way, action.stop),)
         ]
 
     def _read_ended(self, active: _Active, action: pulls.Read, result: ReadResult) -> None:
+        self._engine.resume(active.id)
         record, now = active.record, time.monotonic()
         is_failed = result.error is not None
-        times = {"wait_ms": result.wait_ms, "post_ms": result.post_ms, "wire_ms": result.wire_ms}
-        self._metrics.read(result.num_bytes, **times, is_failed=is_failed)
+        self._metrics.read(result)
         record.timeline.append(("read_failed" if is_failed else "read_done", now * 1e3))
         record.wait_ms += result.wait_ms
         record.post_ms += result.post_ms
@@ -290,6 +305,7 @@ class Puller:
         self._once(active.peer.id, PrefillPoll(active.request.id), on_reply=on_reply, on_failure=on_failure)
 
     def _release(self, active: _Active) -> None:
+        self._engine.resume(active.id)  # steps wait for a READ, not for one that was given up
         if active.call is None:
             return  # never asked
         self._send_release(active.peer.id, active.request.id, RELEASE_TRIES)

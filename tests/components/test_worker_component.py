@@ -49,7 +49,7 @@ class Ports:
 class WorkerContext:
     """What the SDK would hand the worker."""
 
-    id, boot, num_cores, listener = "worker/0", "b1", 1, None
+    id, boot, num_cores, tp, listener = "worker/0", "b1", 1, 1, None
     graph, run_dir = "test", Path("/nonexistent")
 
     def __init__(self, links: Links) -> None:

@@ -48,11 +48,12 @@ class PairContext:
 
     def __init__(self, links, id, boot, targets):
         self.id, self.boot, self.graph = id, boot, "test"
-        self.run_dir, self.num_cores, self.listener = Path("/nonexistent"), 1, None
+        self.run_dir, self.num_cores, self.tp, self.listener = Path("/nonexistent"), 1, 1, None
         self.metrics = CollectorRegistry()
         self.loop = asyncio.get_running_loop()
         self.links = links
         self.tasks = set()
+        self.notices = []
         self._targets = targets
 
     def serve(self, port, handler, *, max_streams=100_000):
@@ -66,6 +67,9 @@ class PairContext:
 
     def progress(self, doing, fraction=None):
         pass
+
+    def notice(self, text):
+        self.notices.append(text)
 
     def spawn(self, work, *, name):
         task = self.loop.create_task(work, name=name)

@@ -78,6 +78,11 @@ class ServedGraph:
         parsed: dict[str, Any] = json.loads(done.stdout)
         return parsed
 
+    def run(self, *args: str, timeout_s: float = 60.0) -> str:
+        """The output of a `graph` command about this graph, which must succeed."""
+        line = [*self.command, *args, "--graph", self.name]
+        return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, check=True, env=self.env).stdout
+
     def pids(self, node: str) -> list[int]:
         """Process ids of the ready replicas of `node`."""
         return [r["pid"] for r in self.status()["nodes"][node]["replicas"] if r["state"] == "ready"]

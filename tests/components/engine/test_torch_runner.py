@@ -217,7 +217,7 @@ def test_kv_lies_as_the_layout_says(make_runner: Callable[..., TorchRunner], tmp
     region = runner.region
     assert region.block_bytes == heads * layers * 2 * BLOCK * dim * item
     assert region.address == runner._pool.blocks.data_ptr()
-    assert (region.num_blocks, region.memory) == (40, "DRAM")
+    assert (region.num_blocks, region.memory) == (40 + 1, "DRAM")  # one for transfers to test themselves
 
 
 def test_bfloat16_weights_are_close_to_float32(

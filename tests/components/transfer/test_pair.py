@@ -46,7 +46,41 @@ async def test_without_overlap_there_is_one_read_after_the_last_chunk():
         answer = await two.generate(prompt)
 
         assert answer.tokens == oracle(prompt)
-        assert answer.events == ["chunk"] * 6 + ["read", "read_done"]
+        assert answer.events == ["chunk"] * 6 + ["read", "read_done", "adopted"]
+
+
+async def test_without_overlap_steps_wait_for_the_read():
+    async with pair(step_ms=2, disable_kv_cache_transfer_overlap=True) as two:
+        running = two.open(two.request(make_prompt(40), 400))
+        chunks = running.__aiter__()
+        await anext(chunks)
+        two.decode.faults.is_stuck = True
+        pulled = asyncio.create_task(two.generate(make_prompt(64, seed=2)))
+        active = two.decode._requests._puller._active
+        await until(lambda: any(a.pull.is_reading for a in active.values()))
+        await asyncio.sleep(0.05)
+        before = two.engines[0]._book.num_generated_tokens
+
+        await asyncio.sleep(0.05)
+        assert two.engines[0]._book.num_generated_tokens == before
+        await two.decode.alive()  # commands are still carried out
+
+        two.decode.faults.is_stuck = False
+        assert (await pulled).tokens == oracle(make_prompt(64, seed=2))
+        running.cancel()
+        await two.until_clean()
+
+
+async def test_without_overlap_a_read_given_up_lets_the_steps_go_on():
+    async with pair(timeout_ms=100, disable_kv_cache_transfer_overlap=True) as two:
+        two.decode.faults.is_stuck = True
+        prompt = make_prompt(64)
+
+        answer = await two.generate(prompt)
+
+        assert answer.tokens == oracle(prompt)
+        two.decode.faults.is_stuck = False
+        await two.until_clean()
 
 
 async def test_only_missing_blocks_are_pulled():
@@ -222,6 +256,7 @@ async def test_a_read_that_never_ends_exceeds_its_time_and_is_recomputed():
 
         assert answer.tokens == oracle(prompt)
         assert "kv_transfer_timeout_ms" in answer.timing.reason
+        assert two.decode_context.metric("kv_transfer_timeouts_total") == 1
         assert two.engines[0]._pool.num_quarantined == 4
         two.decode.faults.is_stuck = False
         await two.until_clean()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from components.engine.ranges import share_heads
 from components.messages import KVLayout
 from components.transfer.plan import LayoutMismatch, Side, block_bytes, cover, plan, route, whole_blocks
 
@@ -76,6 +77,40 @@ def test_the_plan_moves_exactly_what_a_naive_copy_moves(case):
     planned_copy(plan(way, source, target, start=start, stop=stop), region, actual)
 
     assert np.array_equal(actual, expected)
+
+
+@st.composite
+def teams(draw):
+    """Two tensor-parallel workers of one model, of any degrees and block sizes."""
+    num_kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    sizes = draw(st.sampled_from([(4, 4), (2, 4), (4, 2), (1, 4), (8, 2)]))
+    sides = []
+    for size in sizes:
+        shares = share_heads(num_kv_heads * group, num_kv_heads, draw(st.integers(1, num_kv_heads * group)))
+        sides.append([make_layout(size, (s.kv_start, s.kv_stop), num_kv_heads) for s in shares])
+    return *sides, draw(st.integers(1, 20))
+
+
+@settings(max_examples=150, deadline=None)
+@given(teams())
+def test_any_degree_to_any_degree_gives_every_rank_its_heads(case):
+    sources, targets, num_tokens = case
+    whole = make_region(make_layout(sources[0].block_size, (0, n := sources[0].num_kv_heads), n), 20, fill=1)
+    regions = [np.ascontiguousarray(whole[:, s.head_start : s.head_stop]) for s in sources]
+    source, target = (Side(range(20)[::-1], 0) for _ in range(2))
+    everything = make_layout(targets[0].block_size, (0, n), n)
+    wanted = make_region(everything, 20)
+    way = route(make_layout(sources[0].block_size, (0, n), n), everything)
+    naive_copy(way, whole, source, wanted, target, 0, num_tokens)
+
+    for layout in targets:
+        got = make_region(layout, 20)
+        for index, part in cover(sources, layout):
+            pieces = plan(part, source, target, start=0, stop=num_tokens)
+            planned_copy(pieces, regions[index], got)
+            if part.is_blockwise and num_tokens % layout.block_size == 0:
+                assert pieces.count == num_tokens // layout.block_size, "one descriptor per block and pair of ranks"
+        assert np.array_equal(got, wanted[:, layout.head_start : layout.head_stop])
 
 
 def test_equal_block_sizes_give_one_piece_per_block():

@@ -184,6 +184,17 @@ def test_an_unanswered_renewal_counts_only_once_the_lease_is_over():
     assert kinds(pull.lease_answered(None, sent_at=6.0, now=9.0)) == [Recompute, Release, Settle]
 
 
+def test_renewals_do_not_end_the_silence():
+    pull = make_pull(rules=PullRules(lease_s=1.0, timeout_s=30.0, silence_s=2.0))
+    pull.granted(0.0)
+    pull.progressed(make_progress(64), 0.0)
+    for tenth in range(1, 20):
+        if Renew() in pull.ticked(tenth / 10):
+            pull.lease_answered(True, sent_at=tenth / 10, now=tenth / 10)
+
+    assert Poll() in pull.ticked(2.0)
+
+
 def test_silence_makes_it_ask_once_until_the_answer():
     pull = make_pull_in(Phase.ASKED)
 
