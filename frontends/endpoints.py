@@ -249,7 +249,7 @@ class Endpoints:
         prompts = await _made(request.prompts, self._model, size=len(http.body))
         if len(prompts) != 1:
             raise ApiError(400, "One prompt is explained at a time.", param=request.prompt_param)
-        choices = self._choices(request, await self._encode(prompts, request.add_special_tokens))
+        choices = self._choices(http, request, await self._encode(prompts, request.add_special_tokens))
         try:
             explanation = await self._generator.explain(choices[0])
         except NoPeer as error:

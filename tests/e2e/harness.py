@@ -78,11 +78,6 @@ class ServedGraph:
         parsed: dict[str, Any] = json.loads(done.stdout)
         return parsed
 
-    def run(self, *args: str, timeout_s: float = 60.0) -> str:
-        """The output of a `graph` command about this graph, which must succeed."""
-        line = [*self.command, *args, "--graph", self.name]
-        return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, check=True, env=self.env).stdout
-
     def pids(self, node: str) -> list[int]:
         """Process ids of the ready replicas of `node`."""
         return [r["pid"] for r in self.status()["nodes"][node]["replicas"] if r["state"] == "ready"]
@@ -94,13 +89,8 @@ class ServedGraph:
 
     def run(self, *args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         """Another `graph` command about this graph."""
-        return subprocess.run(
-            [GRAPH, args[0], "--graph", self.name, *args[1:]],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        line = [*self.command, args[0], "--graph", self.name, *args[1:]]
+        return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, check=False, env=self.env)
 
     def wait_until(self, holds: Callable[[], Any], timeout_s: float = 30.0) -> float:
         """Waits until `holds()` is true and returns how long that took; fails with the graph's output."""

@@ -74,7 +74,7 @@ def other_weights(graph: FaultyGraph) -> list[Reply]:
         replies = disturbed(graph, "decode.post", "kill prefill")
         wait_for(lambda: graph.served.pids("prefill"), RESTART_S)
         wait_for(lambda: "KV layouts differ" in graph.ask(make_question(6)).timing.get("reason", ""), RESTART_S)
-    graph.served.run("restart", "prefill/0")
+    assert graph.served.run("restart", "prefill/0").returncode == 0
     return replies
 
 
