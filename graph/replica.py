@@ -148,7 +148,5 @@ class Replica:
             self._failed.set()
 
 
-
-
 if __name__ == "__main__":
     sys.exit(main())
