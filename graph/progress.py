@@ -85,7 +85,7 @@ def status_table(status: GraphStatus, now_s: float) -> Table:
 
 
 def _past(replica: ReplicaStatus) -> str:
-    """What there is to tell of a replica that does its work: its notice, why it died last, how long it took to start."""
+    """What there is to tell of a replica that works: its notice, why it died last, how long it took to start."""
     if replica.notice:
         return replica.notice
     if replica.reason:

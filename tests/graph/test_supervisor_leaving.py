@@ -99,6 +99,7 @@ def test_status_tells_why_and_how_long(toy: Callable) -> None:
     graph = toy().ready()
     assert "started in" in graph.run("status").stdout
     os.kill(graph.replicas()["greeter/0"]["pid"], signal.SIGKILL)
+    graph.until(lambda: graph.replicas()["greeter/0"]["restarts"] == 1)
     graph.until(lambda: graph.replicas()["greeter/0"]["state"] == "ready")
     assert "before: killed by" in graph.run("status").stdout
     assert graph.replicas()["greeter/0"]["start_s"] > 0
