@@ -261,7 +261,7 @@ class Puller:
         ]
 
     def _read_ended(self, active: _Active, action: pulls.Read, result: ReadResult) -> None:
-        self._engine.resume(active.id)
+        self._resume(active)
         record, now = active.record, time.monotonic()
         is_failed = result.error is not None
         self._metrics.read(result)
@@ -304,8 +304,12 @@ class Puller:
 
         self._once(active.peer.id, PrefillPoll(active.request.id), on_reply=on_reply, on_failure=on_failure)
 
+    def _resume(self, active: _Active) -> None:
+        if not self._rules.overlap:
+            self._engine.resume(active.id)
+
     def _release(self, active: _Active) -> None:
-        self._engine.resume(active.id)  # steps wait for a READ, not for one that was given up
+        self._resume(active)  # steps wait for a READ, not for one that was given up
         if active.call is None:
             return  # never asked
         self._send_release(active.peer.id, active.request.id, RELEASE_TRIES)
