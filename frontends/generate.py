@@ -32,7 +32,7 @@ PROGRESS_TOKENS = 8
 FIRST_WAIT_S = 1.0
 """How long a fresh request waits for a worker to turn up before it is refused."""
 
-RESUME_WAIT_S = 15.0
+RESUME_WAIT_S = 30.0
 """The same for a choice whose worker was lost: its client sees a pause, as while a worker restarts."""
 
 TOKEN_TIMEOUT_S = 600.0

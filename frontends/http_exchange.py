@@ -37,7 +37,7 @@ MAX_TRAIL_BYTES = 8 << 20
 """A reply with a longer trail cannot be taken over; it takes logprobs of very many tokens."""
 
 PEER_WAIT_S = 1.0
-LOST_WAIT_S = 15.0
+LOST_WAIT_S = 30.0
 """How long a request whose processor was lost waits for another one: its client sees a pause."""
 
 PROCESSOR_TIMEOUT_S = 60.0  # processors send a sign of life several times as often

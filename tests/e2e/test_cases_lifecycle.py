@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from harness import ServedGraph, assert_gone, serving, start
 from streams import bodies, faults, run_streams
+
+from graph.rundir import base_dir
 
 FAKE = {"prefill.engine": "fake", "decode.engine": "fake", "decode.fake.step_ms": 10}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "ignore_eos": True}
@@ -151,10 +152,6 @@ def test_k06_nothing_is_left_whatever_ends_it(how: str, tmp_path: Path) -> None:
 
 
 def left_behind() -> set[str]:
-    """Shared memory, run folders, and processes of graphs that were not there."""
-    uid = os.getuid()
-    folders = [Path("/dev/shm"), Path(f"/tmp/headrace-{uid}")]
-    titles = {p.pid: p.info["cmdline"] for p in psutil.process_iter(["cmdline"])}
-    return {str(entry) for folder in folders if folder.is_dir() for entry in folder.iterdir()} | {
-        f"{pid} {title[0]}" for pid, title in titles.items() if title and title[0].startswith("headrace: ")
-    }
+    """Run folders of graphs; their processes are known by id, and end with them."""
+    folder = base_dir(os.environ)
+    return {str(entry) for entry in folder.iterdir()} if folder.is_dir() else set()
