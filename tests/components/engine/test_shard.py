@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,23 @@ class MeetingRanks:
     def close(self) -> None: ...
 
 
+def one_at_a_time(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load` under a lock: transformers changes the state of the whole process while it makes a model."""
+    lock = threading.Lock()
+
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return load(*args, **kwargs)
+
+    return locked
+
+
 class Threads:
     """Ranks 1 and up, each on a thread, and rank 0 beside them."""
 
     def __init__(self, options: WorkerOptions, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch_runner, "Ranks", Meeting(size).ranks)
+        monkeypatch.setattr(torch_runner, "load_model", one_at_a_time(torch_runner.load_model))
         self.place = Place(0, size, "")
         self.pool = ThreadPoolExecutor(size)
         made = [self.pool.submit(TorchRunner, options, place=Place(rank, size, "")) for rank in range(size)]
