@@ -22,6 +22,7 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q graph components frontends  # quick starts where bytecode is not written
 	@touch $@
 
 model: $(INSTALLED)  ## Fetch the default model and convert it, once, into the cache.
@@ -38,8 +39,10 @@ check: $(INSTALLED)  ## Lint, format and types.
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: model  ## Measure throughput and routing on this machine.
+bench: model  ## Measure this machine: engine and peers, serving, start-up, routing; ARGS=--quick for less of it.
+	$(BIN)/python tests/bench/bench_engine_cpu.py $(ARGS)
 	$(BIN)/python tests/bench/bench_serve.py $(ARGS)
+	$(BIN)/python tests/bench/bench_start.py $(ARGS)
 	$(BIN)/python tests/bench/bench_router.py --blocks 200000 --decisions 5000 --seconds 1
 	$(BIN)/python tests/bench/bench_sim.py --kind conversations --requests 300
 	$(BIN)/python tests/bench/bench_routing.py --quick

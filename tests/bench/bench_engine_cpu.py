@@ -1,6 +1,6 @@
 """The bare engine on the CPU against transformers, in one run: 128 tokens in, 128 out, 16 requests.
 
-    OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive python tests/bench/bench_engine_cpu.py [--rounds 3]
+    OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive python tests/bench/bench_engine_cpu.py [--quick | --rounds 3]
 
 The jobs take turns, so that a disturbance hits all of them, and each job's best round counts. The
 floor says what this machine could do at most: weights read once a step at its memory bandwidth, or
@@ -15,8 +15,12 @@ import queue
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
+import results
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -118,7 +122,10 @@ class Transformers:
         start = time.perf_counter()
         outputs = self._batching.generate_batch(prompts, generation_config=self._config, progress_bar=False)
         seconds = time.perf_counter() - start
-        return sum(len(output.generated_tokens) for output in outputs.values()) / seconds
+        count = sum(len(output.generated_tokens) for output in outputs.values())
+        if count != len(prompts) * OUTPUT_TOKENS:  # its own thread failed, or it left requests out
+            raise RuntimeError(f"generate_batch gave {count} of {len(prompts) * OUTPUT_TOKENS} tokens")
+        return count / seconds
 
 
 def make_prompts(count: int, vocab_size: int = 49_152) -> list[list[int]]:
@@ -171,13 +178,30 @@ def floor(runner: TorchRunner, batch: int) -> dict[str, float]:
     }
 
 
+def measure(jobs: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, float], dict[str, str]]:
+    """The best of each job in tokens per second, and why a job failed, which ends no other."""
+    best: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    for _ in range(rounds):
+        for name, job in jobs.items():
+            if name in failures:
+                continue
+            try:
+                best[name] = max(best.get(name, 0.0), job())
+            except Exception as error:  # whatever a peer ends in is a result of this run
+                failures[name] = f"{type(error).__name__}: {error}"
+            sys.stderr.write(f"{name}: {failures.get(name) or f'{best[name]:.1f} tok/s'}\n")
+    return best, failures
+
+
 def main() -> None:
     """Runs the jobs in turn and writes the best of each, ratios and the floor as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--skip", nargs="*", default=[], help="jobs to leave out")
     arguments = parser.parse_args()
@@ -192,22 +216,20 @@ def main() -> None:
         "generate_static_batch": lambda: peer.static_batch(prompts),
         "generate_batch": lambda: peer.continuous(prompts),
     }
-    best: dict[str, float] = {}
-    for _ in range(arguments.rounds):
-        for name, job in jobs.items():
-            if name not in arguments.skip:
-                best[name] = max(best.get(name, 0.0), job())
-                sys.stderr.write(f"{name}: {best[name]:.1f} tok/s\n")
-    ratios = {name: best["engine"] / value for name, value in best.items() if name.startswith("generate")}
+    chosen = {name: job for name, job in jobs.items() if name not in arguments.skip}
+    best, failures = measure(chosen, 1 if arguments.quick else arguments.rounds)
+    lowest = floor(ours.runner, arguments.batch)
+    ours.stop()
     result = {
         "threads": arguments.threads,
         "dtype": arguments.dtype,
         "batch": arguments.batch,
         "tok_s": best,
-        "engine_over": ratios,
-        "floor": floor(ours.runner, arguments.batch),
+        "failures": failures,
+        "engine_over": {name: best["engine"] / best[name] for name in best if name.startswith("generate")},
+        "floor": lowest,
     }
-    ours.stop()
+    results.write(f"engine_cpu_{arguments.dtype}", result)
     sys.stdout.write(json.dumps(result, indent=2) + "\n")
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "e2e")]
 
+import msgspec
+import results
 from bench_engine_cpu import bare_engine_tokens_per_s
 from harness import ServedGraph, serving
 from load import Load, Outcome, run_load
@@ -43,12 +45,14 @@ def main() -> None:
     out = sys.stdout.write
     bare = bare_engine_tokens_per_s(num_requests=num, concurrency=16, dtype="bfloat16")
     out(f"{'bare engine, 16 at once':<44} {bare:8.1f} tok/s\n")
-    agg, idle = serve_and_load("graph/agg.py", ("worker",), Load(num, 16))
+    agg, agg_idle = serve_and_load("graph/agg.py", ("worker",), Load(num, 16))
     out(f"{agg.row('agg over HTTP, 16 streams')}   {agg.tokens_per_s / bare:.2f} of the bare engine\n")
-    out(f"{'idle agg graph':<44} {idle:8.1f} % of a core\n")
+    out(f"{'idle agg graph':<44} {agg_idle:8.1f} % of a core\n")
     disagg, idle = serve_and_load("graph/disagg.py", ("prefill", "decode"), Load(num // 2, 8))
     out(f"{disagg.row('disagg over HTTP, 8 streams')}\n")
     out(f"{'idle disagg graph':<44} {idle:8.1f} % of a core\n")
+    figures = {"bare_tok_s": bare, "agg": agg, "agg_idle": agg_idle, "disagg": disagg, "disagg_idle": idle}
+    results.write("serve", msgspec.to_builtins(figures))
 
 
 if __name__ == "__main__":
