@@ -26,7 +26,7 @@ def run_folder() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def few_prompts() -> list[Prompt]:
     """A representative handful."""
-    return equality_prompts(FEW)
+    return equality_prompts(FEW, num_shared=3, num_outputs=10)
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +38,12 @@ def all_prompts() -> list[Prompt]:
 @pytest.fixture(scope="session")
 def expect() -> Callable[[list[Prompt]], dict[str, Expected]]:
     """The reference run of prompts, each computed once a session."""
-    known: dict[str, Expected] = {}
+    known: dict[Prompt, Expected] = {}
 
     def reference(prompts: list[Prompt]) -> dict[str, Expected]:
-        known.update(greedy_reference([p for p in prompts if p.name not in known]))
-        return known
+        fresh = [prompt for prompt in prompts if prompt not in known]
+        known.update(zip(fresh, greedy_reference(fresh), strict=True))
+        return {prompt.name: known[prompt] for prompt in prompts}
 
     return reference
 

@@ -14,7 +14,7 @@ LENGTHS = (
     1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 100, 127, 128, 129, 160, 192, 200, 255, 256, 257,
     300, 333, 384, 400, 511, 512, 513, 600, 640, 700, 800, 1000, 1023, 1024, 1025, 1200, 1500, 1999, 2000,
 )  # fmt: skip
-FEW = (1, 15, 16, 17, 33, 64, 65, 129, 256, 257, 600)
+FEW = (1, 15, 16, 17, 65, 128, 257, 600)
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -37,16 +37,17 @@ def counting(start: int) -> str:
     return ", ".join(str(n) for n in range(start, start + 15)) + ","
 
 
-def equality_prompts(lengths: tuple[int, ...] = LENGTHS) -> list[Prompt]:
-    """One prompt for each length, each from another place in the text, and five that share 528 tokens."""
+def equality_prompts(lengths: tuple[int, ...] = LENGTHS, *, num_shared: int = 5, num_outputs: int = 20) -> list[Prompt]:
+    """One prompt for each length, each from another place in the text, and some that share 528 tokens."""
     ids = text_ids()
-    cut = [Prompt(f"len{n}", tuple(ids[(start := (n * 37) % (len(ids) - n)) : start + n])) for n in lengths]
+    starts = [(n * 37) % (len(ids) - n) for n in lengths]
+    cut = [Prompt(f"len{n}", tuple(ids[at : at + n]), num_outputs) for n, at in zip(lengths, starts, strict=True)]
     shared = tuple(ids[64:592])
-    tails = [Prompt(f"shared{i}", shared + tuple(ids[700 + 50 * i : 700 + 50 * i + 5 + 11 * i])) for i in range(5)]
-    return cut + tails
+    tails = [tuple(ids[700 + 50 * i : 705 + 61 * i]) for i in range(num_shared)]
+    return cut + [Prompt(f"shared{i}", shared + tail, num_outputs) for i, tail in enumerate(tails)]
 
 
 def crowd() -> list[Prompt]:
     """Sixteen prompts that fit a pool of 60 blocks together, and whose outputs do not."""
     ids = text_ids()
-    return [Prompt(f"crowd{i}", tuple(ids[60 * i : 60 * i + 30 + i]), 48) for i in range(16)]
+    return [Prompt(f"crowd{i}", tuple(ids[60 * i : 60 * i + 30 + i]), 36) for i in range(16)]

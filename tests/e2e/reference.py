@@ -31,13 +31,13 @@ class Expected(msgspec.Struct, frozen=True):
         return None if gap < NEAR_TIE else f"after {agree} tokens (gap {gap:.4f}): {text!r}, not {self.texts[-1]!r}"
 
 
-def greedy_reference(prompts: Iterable[Prompt], model_name: str = "smollm2-135m-instruct") -> dict[str, Expected]:
+def greedy_reference(prompts: Iterable[Prompt], model_name: str = "smollm2-135m-instruct") -> list[Expected]:
     """Runs each prompt alone; end-of-sequence tokens do not stop it."""
     torch.set_num_threads(1)  # more threads spin while they wait for each other, which starves the graphs under test
     folder = resolve_model(model_name)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = {}
+    found = []
     for prompt in prompts:
         output = model.generate(
             torch.tensor([prompt.ids]),
@@ -52,5 +52,5 @@ def greedy_reference(prompts: Iterable[Prompt], model_name: str = "smollm2-135m-
         ids = output.sequences[0, len(prompt.ids) :].tolist()
         best = [step[0].topk(2).values for step in output.logits]
         texts = tuple(tokenizer.decode(ids[:k], skip_special_tokens=True) for k in range(len(ids) + 1))
-        found[prompt.name] = Expected(tuple(ids), tuple(float(b[0] - b[1]) for b in best), texts)
+        found.append(Expected(tuple(ids), tuple(float(b[0] - b[1]) for b in best), texts))
     return found
