@@ -70,7 +70,8 @@ def kill_once(bench: Bench, node: str, number: int) -> list[str]:
     return wrong + ([f"a pause of {pause_s:.1f} s"] if pause_s > LONGEST_PAUSE_S else [])
 
 
-@pytest.mark.parametrize(("node", "number"), [(node, number) for number in range(2) for node in NODES])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("node", NODES)
 def test_killed_nothing_is_lost(bench: Bench, node: str, number: int) -> None:
     assert kill_once(bench, node, number) == []
 

@@ -68,6 +68,8 @@ def test_tensor_parallel_degrees(
         assert timing["descriptors"] == timing["blocks_moved"] * PAIRS[degrees] == 32 * PAIRS[degrees]
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(300)
 def test_a_rank_that_dies_ends_its_replica_which_comes_back(log: Path) -> None:
     sets: dict[str, object] = {"worker.tp": 2, "worker.num_blocks": 64}
     with serving("graph/agg.py", log=log, sets=sets) as graph:

@@ -140,7 +140,7 @@ async def talk(url: str, num_sessions: int, num_turns: int, *, is_chat: bool) ->
         return list(await asyncio.gather(*(session(client, number) for number in range(num_sessions))))
 
 
-@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "completions"])
+@pytest.mark.parametrize("is_chat", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["chat", "completions"])
 @pytest.mark.parametrize(("num_sessions", "num_turns"), [(6, 4), pytest.param(20, 6, marks=pytest.mark.soak)])
 def test_a_session_returns_to_its_cache(num_sessions: int, num_turns: int, is_chat: bool, agg: ServedGraph) -> None:
     before = agg.metric("headrace_overlap_actual_tokens_total") if not is_chat else 0.0
