@@ -63,13 +63,14 @@ class KVPool:
     costs nothing at start, while `torch.zeros` would write all of it.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, *, num_spare: int = 0) -> None:
+        """Behind the blocks that sequences get lie `num_spare` more, for whatever must be written somewhere."""
         self.layout = layout
         self.num_blocks = num_blocks
         # One block more, which is no sequence's: transfers test themselves on it.
-        shape, dtype = (num_blocks + 1, *block_shape(layout)), getattr(torch, layout.dtype)
+        shape, dtype = (num_blocks + num_spare + 1, *block_shape(layout)), getattr(torch, layout.dtype)
         if device.type == "cpu":
-            pages = mmap.mmap(-1, (num_blocks + 1) * block_bytes(layout))
+            pages = mmap.mmap(-1, shape[0] * block_bytes(layout))
             self.blocks = torch.frombuffer(pages, dtype=dtype).view(shape)  # keeps the mapping alive
         else:
             self.blocks = torch.zeros(shape, dtype=dtype, device=device)

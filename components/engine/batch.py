@@ -9,6 +9,8 @@ from components.engine.runner import Batch, Ints, SampleRow
 from components.engine.scheduler import Work
 from components.engine.sequence import Sequence
 
+_NOTHING: Ints = np.empty(0, np.int32)
+
 
 def assemble(work: tuple[Work, ...]) -> Batch:
     """The flattened batch of `work`; called after its blocks are allocated. Tables and sample rows are views."""
@@ -20,6 +22,10 @@ def assemble(work: tuple[Work, ...]) -> Batch:
     positions = np.repeat(starts - cu_seqlens[:-1], counts) + np.arange(cu_seqlens[-1], dtype=np.int32)
     spans = list(zip(work, starts.tolist(), stops.tolist(), strict=True))
     tables = tuple(w.sequence.blocks.view(0, w.sequence.num_blocks_for(stop)) for w, _, stop in spans)
+    feeds = np.full(cu_seqlens[-1], -1, np.int32)
+    for (w, _, stop), last in zip(spans, (cu_seqlens[1:] - 1).tolist(), strict=True):
+        if w.sequence.num_pending and stop == w.sequence.tokens.size:
+            feeds[last] = w.sequence.feed
     return Batch(
         input_ids=np.concatenate([w.sequence.tokens.view(start, stop) for w, start, stop in spans]),
         positions=positions,
@@ -27,6 +33,7 @@ def assemble(work: tuple[Work, ...]) -> Batch:
         seq_lens=stops,
         block_tables=tables,
         slot_mapping=_slots(tables, positions, counts, block_size=work[0].sequence.block_size),
+        feeds=feeds,
         samples=tuple(_sample_row(row, w.sequence) for row, w in enumerate(work) if is_sampled(w)),
     )
 
@@ -42,7 +49,7 @@ def _slots(tables: tuple[Ints, ...], positions: Ints, counts: Ints, *, block_siz
 
 def is_sampled(work: Work) -> bool:
     """Whether the last token of the work is the sequence's newest, so that the next one is chosen."""
-    return work.sequence.num_computed + work.num_tokens == len(work.sequence)
+    return work.sequence.num_computed + work.num_tokens == work.sequence.tokens.size
 
 
 def _sample_row(row: int, sequence: Sequence) -> SampleRow:
@@ -51,8 +58,8 @@ def _sample_row(row: int, sequence: Sequence) -> SampleRow:
     return SampleRow(
         row=row,
         sampling=sequence.request.sampling,
-        position=len(sequence),
-        prompt=sequence.tokens.view(0, boundary),
-        output=sequence.tokens.view(boundary),
+        position=sequence.tokens.size,
+        prompt=sequence.tokens.view(0, boundary) if sequence.needs_tokens else _NOTHING,
+        output=sequence.tokens.view(boundary) if sequence.needs_tokens else _NOTHING,
         banned=stopping.stop_token_ids if sequence.num_output_tokens < stopping.min_tokens else (),
     )

@@ -9,17 +9,33 @@ from __future__ import annotations
 import time
 from itertools import count
 
+import msgspec
+
 from components.engine.batch import is_sampled
 from components.engine.outputs import ChunkComputed, Ended, EngineRequest, Matched, Output, Reserved, StepTokens
 from components.engine.queues import Queues
 from components.engine.runner import Sampled
 from components.engine.scheduler import Admission, Plan
-from components.engine.sequence import Phase, Sequence
+from components.engine.sequence import PENDING, Phase, Sequence
 from components.kv.pool import BlockPool
 from components.messages import FinishReason, Load, TokenLogprobs
 from graph import LinkError, Overloaded, Refused, RequestCancelled
 
 _RETRY_AFTER_S = 1.0
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A sequence's share in a launched step: its tokens computed after it, and its length if it chooses a token."""
+
+    sequence: Sequence
+    num_computed: int
+    length: int | None
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """A step between its launch and its landing."""
+
+    parts: tuple[Part, ...]
 
 
 class Book:
@@ -51,13 +67,14 @@ class Book:
     def load(self) -> Load:
         """How busy the engine is now."""
         queues = self.queues
-        queued = sum(s.num_remaining for s in queues.waiting) + sum(s.num_remaining for s in queues.running)
+        queued = sum(s.num_remaining for s in queues.waiting)
+        queued += sum(0 if s.is_decoding else s.num_remaining for s in queues.running)
         return Load(
             running=len(queues.running),
             waiting=len(queues.waiting) + sum(s.phase is not Phase.RESERVING for s in queues.pulling),
             blocks_used=self.pool.num_used,
             blocks_total=self.pool.num_blocks,
-            prefill_tokens=queued - sum(s.is_decoding for s in queues.running),
+            prefill_tokens=queued,
         )
 
     # --- commands
@@ -82,6 +99,10 @@ class Book:
         """Ends a sequence in any phase."""
         if sequence := self.queues.find(id):
             self.fail(sequence, RequestCancelled(f"request {id} was cancelled"))
+
+    def is_live(self, sequence: Sequence) -> bool:
+        """Whether the sequence has not ended."""
+        return self.queues.find(sequence.id) is sequence
 
     def fail(self, sequence: Sequence, error: LinkError) -> None:
         """Ends a sequence with an error and returns its blocks."""
@@ -119,8 +140,9 @@ class Book:
         sequence.wants_match = False
         sequence.num_computed = len(sequence)
         self.queues.move(sequence, Phase.RUNNING)
-        self._enter_final_blocks(sequence)
-        self._append(sequence, token, logprobs)
+        self._enter_final_blocks(sequence, sequence.num_computed)
+        sequence.tokens.append(token)
+        self._tell(sequence, len(sequence), token, logprobs)
 
     def release(self, id: str) -> None:
         """Returns the blocks of a held sequence, which finishes it."""
@@ -144,18 +166,42 @@ class Book:
         for admission in plan.admitted:
             self._admit(admission)
 
-    def book(self, plan: Plan, sampled: Sampled) -> None:
-        """Notes an executed step: final blocks, new tokens, what they end."""
-        rows = iter(zip(sampled.tokens.tolist(), sampled.logprobs, strict=True))
+    def launched(self, plan: Plan) -> Flight:
+        """Notes that the plan's work is being executed: its tokens count as computed, those it chooses as pending."""
+        parts, num_samples = [], 0
         for work in plan.work:
-            token, logprobs = next(rows) if is_sampled(work) else (None, None)
-            sequence = work.sequence
+            sequence, samples = work.sequence, is_sampled(work)
             sequence.num_computed += work.num_tokens
-            self._enter_final_blocks(sequence)
+            if samples:
+                sequence.tokens.append(PENDING)
+                sequence.num_pending += 1
+                sequence.feed = num_samples
+                sequence.is_complete = sequence.request.mode == "prefill" or self._is_full(sequence, len(sequence))
+                num_samples += 1
+            parts.append(Part(sequence, sequence.num_computed, len(sequence) if samples else None))
+        return Flight(tuple(parts))
+
+    def landed(self, flight: Flight, sampled: Sampled) -> None:
+        """Notes that a launched step is over: final blocks, new tokens, what they end."""
+        rows = iter(zip(sampled.tokens.tolist(), sampled.logprobs, strict=True))
+        for part in flight.parts:
+            token, logprobs = next(rows) if part.length is not None else (None, None)
+            sequence = part.sequence
+            if not self.is_live(sequence):
+                continue  # it has ended meanwhile; the step trailed
+            if part.length is not None and token is not None:
+                sequence.tokens[part.length - 1] = token
+                sequence.num_pending -= 1
+            if sequence.num_computed >= part.num_computed:  # else it was preempted meanwhile
+                self._enter_final_blocks(sequence, part.num_computed)
             if sequence.request.mode == "prefill":
-                self._book_chunk(sequence, token, logprobs)
-            elif token is not None:
-                self._append(sequence, token, logprobs)
+                self._book_chunk(sequence, part.num_computed, token, logprobs)
+            elif token is not None and part.length is not None:
+                self._tell(sequence, part.length, token, logprobs)
+
+    def book(self, plan: Plan, sampled: Sampled) -> None:
+        """Notes an executed step, whole."""
+        self.landed(self.launched(plan), sampled)
 
     # --- the parts
 
@@ -219,30 +265,29 @@ class Book:
         sequence.blocks.clear()
         sequence.num_computed = sequence.num_entered = sequence.num_lent = 0
 
-    def _enter_final_blocks(self, sequence: Sequence) -> None:
-        if not sequence.has_final_blocks:
+    def _enter_final_blocks(self, sequence: Sequence, num_computed: int) -> None:
+        if not sequence.has_final_blocks(num_computed):
             return
-        for block, parent, units in sequence.final_blocks():
+        for block, parent, units in sequence.final_blocks(num_computed):
             self.pool.enter(block, parent=parent, units=units)
             self.queues.fulfil(units[-1])
             sequence.num_entered += 1
 
-    def _book_chunk(self, sequence: Sequence, token: int | None, logprobs: TokenLogprobs | None) -> None:
-        blocks = sequence.blocks.view(0, sequence.num_blocks_for(sequence.num_computed)).tolist()
+    def _book_chunk(
+        self, sequence: Sequence, num_computed: int, token: int | None, logprobs: TokenLogprobs | None
+    ) -> None:
+        blocks = sequence.blocks.view(0, sequence.num_blocks_for(num_computed)).tolist()
         cached = sequence.cached_tokens or 0
         self._outputs.append(
-            ChunkComputed(
-                sequence.id, tuple(blocks), sequence.num_computed, cached, token, logprobs, queue_ms=sequence.queue_ms
-            )
+            ChunkComputed(sequence.id, tuple(blocks), num_computed, cached, token, logprobs, queue_ms=sequence.queue_ms)
         )
         if token is not None:
             self.queues.move(sequence, Phase.HELD)
 
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Adds a chosen token and tells it; finishes the sequence if it was the last one."""
-        sequence.tokens.append(token)
+    def _tell(self, sequence: Sequence, length: int, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Tells the token that made the sequence `length` long; finishes the sequence if it was the last one."""
         self.num_generated_tokens += 1
-        finish = self._finish(sequence, token)
+        finish = self._finish(sequence, length, token)
         is_first, sequence.is_told = not sequence.is_told, True
         self._outputs.append(
             StepTokens(
@@ -258,10 +303,12 @@ class Book:
             self._return_blocks(sequence)
             self.queues.move(sequence, Phase.FINISHED)
 
-    def _finish(self, sequence: Sequence, token: int) -> FinishReason | None:
-        stopping = sequence.request.stopping
-        if token in stopping.stop_token_ids:
+    def _finish(self, sequence: Sequence, length: int, token: int) -> FinishReason | None:
+        if token in sequence.request.stopping.stop_token_ids:
             return "stop"
-        if sequence.num_output_tokens >= stopping.max_tokens or len(sequence) >= self.max_length:
-            return "length"
-        return None
+        return "length" if self._is_full(sequence, length) else None
+
+    def _is_full(self, sequence: Sequence, length: int) -> bool:
+        """Whether the sequence ends when it has `length` tokens, whatever they are."""
+        num_output_tokens = length - sequence.num_prompt_tokens
+        return num_output_tokens >= sequence.request.stopping.max_tokens or length >= self.max_length

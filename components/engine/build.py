@@ -66,6 +66,6 @@ def make_runner(
             speed=options.fake,
             model=options.model,
         )
-    from components.engine.torch_runner import TorchRunner  # imports torch
+    from components.engine.torch_runner import make_torch_runner  # imports torch
 
-    return TorchRunner(options, num_threads=num_threads, on_progress=on_progress, place=place)
+    return make_torch_runner(options, num_threads=num_threads, on_progress=on_progress, place=place)

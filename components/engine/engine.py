@@ -20,8 +20,14 @@ fails ends its sequences; a second one in a row ends the engine.
 
     plan = schedule(...)                       pure: which sequences, how many tokens, who is preempted
     book.apply(plan)                           blocks returned, pinned, allocated
-    sampled = runner.execute(assemble(...))    acts
-    book.book(plan, sampled)                   lengths, hashes, outputs, events
+    step = runner.launch(assemble(...))        acts
+    flight = book.launched(plan)               lengths
+    book.landed(flight, step.wait())           tokens, hashes, outputs, events
+
+A runner that overlaps gets step n + 1 while step n runs: the tokens that n is choosing are pending then,
+fed to n + 1 by the runner itself. A sequence that n turns out to end is computed once too often; what
+that writes into its blocks comes before any later step's writes, and `Reserved`, which lets a transfer
+write, is told only when the step that ran meanwhile is over.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from functools import partial
 import msgspec
 
 from components.engine.batch import assemble
-from components.engine.book import Book
+from components.engine.book import Book, Flight
 from components.engine.outputs import (
     ChunkComputed,
     Ended,
@@ -48,8 +54,10 @@ from components.engine.outputs import (
     StepStats,
     StepTokens,
 )
-from components.engine.runner import Runner
+from components.engine.runner import Launched, Runner
 from components.engine.scheduler import Limits, Plan, schedule
+from components.engine.sequence import Phase
+from components.engine.sequence import Sequence as SequenceState
 from components.kv.pool import BlockPool
 from components.messages import Load, TokenLogprobs
 from graph import LinkError, PeerFault, RequestCancelled
@@ -72,6 +80,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     max_waiting: int
     enable_prefix_caching: bool = True
+
+
+class _Airborne(msgspec.Struct, frozen=True):
+    """A launched step with what is to be booked when it lands."""
+
+    step: Launched
+    flight: Flight
+    started_s: float
+    num_tokens: int
 
 
 class Engine:
@@ -100,6 +117,8 @@ class Engine:
         self._is_over = False  # no command is carried out any more
         self._failure: LinkError | None = None
         self._num_failures = 0  # failed steps in a row
+        self._airborne: _Airborne | None = None  # the step that runs while the next is prepared
+        self._landed_s = 0.0
         self._told = (Load(), 0)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -184,6 +203,7 @@ class Engine:
             is_idle = True
             while self._wait(only_if=is_idle):
                 is_idle = not self._turn()
+            self._land_last()
             self._end(self._failure or _stopping())
         except Exception as error:  # a fault of the engine itself: its books cannot be trusted any more
             log.exception("the engine failed")
@@ -197,14 +217,22 @@ class Engine:
         """One round: commands, plan, step. False if there was nothing to do."""
         self._obey()
         if self._holds:
+            self._land_last()
             self._report()
             return False
+        if any(sequence.needs_tokens for sequence in self._book.queues.running):
+            self._land_last()
         plan = schedule(self._book.queues, self._pool, self._limits)
         self._book.apply(plan)
-        self._report()
-        if plan.work:
-            self._report(self._step(plan))
-        return bool(plan)
+        before, is_lending = self._airborne, any(a.phase is Phase.RESERVED for a in plan.admitted)
+        if before is None or not is_lending:
+            self._report()
+        self._airborne = self._launch(plan) if plan.work else None
+        if before is not None:
+            self._land(before)
+        if not self.runner.is_overlapping:
+            self._land_last()
+        return bool(plan) or before is not None
 
     def _wait(self, *, only_if: bool) -> bool:
         """Sleeps until there is a command, if nothing can be done before; False once the engine shall end."""
@@ -217,20 +245,45 @@ class Engine:
         while self._commands:
             self._commands.popleft()()
 
-    def _step(self, plan: Plan) -> StepStats:
-        """Executes the plan's work and books it; a failure ends the sequences it concerns."""
+    def _launch(self, plan: Plan) -> _Airborne | None:
+        """Starts the plan's work; a failure ends the sequences it concerns."""
         started_s = time.monotonic()
         try:
-            sampled = self.runner.execute(assemble(plan.work))
+            step = self.runner.launch(assemble(plan.work))
         except Exception as error:
-            self._fail_step(plan, error)
+            self._fail_step([work.sequence for work in plan.work], error)
+            self._report()
+            return None
+        num_tokens = sum(work.num_tokens for work in plan.work)
+        return _Airborne(step, self._book.launched(plan), started_s, num_tokens)
+
+    def _land_last(self) -> None:
+        """Leaves no step under way."""
+        airborne, self._airborne = self._airborne, None
+        if airborne is not None:
+            self._land(airborne)
+
+    def _land(self, airborne: _Airborne) -> None:
+        """Waits for a launched step and books it; a failure ends the sequences it concerns."""
+        sequences = [part.sequence for part in airborne.flight.parts]
+        try:
+            sampled = airborne.step.wait()
+        except Exception as error:
+            if self._airborne is not None:  # it was fed by the one that failed
+                sequences += [part.sequence for part in self._airborne.flight.parts]
+                self._airborne = None
+            self._fail_step(sequences, error)
         else:
             self._num_failures = 0
-            self._book.book(plan, sampled)
+            self._book.landed(airborne.flight, sampled)
+        self._report(self._stats(airborne))
+
+    def _stats(self, airborne: _Airborne) -> StepStats:
+        started_s, self._landed_s = max(airborne.started_s, self._landed_s), time.monotonic()
         return StepStats(
-            duration_s=time.monotonic() - started_s,
-            num_sequences=len(plan.work),
-            num_tokens=sum(work.num_tokens for work in plan.work),
+            duration_s=self._landed_s - started_s,
+            num_sequences=len(airborne.flight.parts),
+            num_tokens=airborne.num_tokens,
             cached_blocks=self._pool.num_cached,
             preemptions=self._book.num_preemptions,
             prompt_tokens=self._book.num_prompt_tokens,
@@ -238,11 +291,12 @@ class Engine:
             generated_tokens=self._book.num_generated_tokens,
         )
 
-    def _fail_step(self, plan: Plan, error: Exception) -> None:
-        log.exception("a step of %d sequences failed", len(plan.work))
+    def _fail_step(self, sequences: list[SequenceState], error: Exception) -> None:
+        log.error("a step of %d sequences failed", len(sequences), exc_info=error)
         fault = PeerFault(f"the model failed: {type(error).__name__}: {error}")
-        for work in plan.work:
-            self._book.fail(work.sequence, fault)
+        for sequence in sequences:
+            if self._book.is_live(sequence):
+                self._book.fail(sequence, fault)
         self._num_failures += 1
         if self._num_failures >= _MAX_FAILURES_IN_A_ROW:
             self._failure = PeerFault(f"the engine gave up after {self._num_failures} failed steps: {fault.message}")

@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from components.engine.runner import Batch, KVRegion, Sampled, SampleRow
+from components.engine.runner import Batch, Done, Ints, KVRegion, Launched, Sampled, SampleRow
 from components.messages import KVLayout, Sampling, TokenLogprobs
 from components.options import FakeEngine
 
@@ -44,6 +45,7 @@ class FakeRunner:
         vocab_size: int = 49_152,
         speed: FakeEngine | None = None,
         model: str = "fake",
+        is_overlapping: bool = False,
     ) -> None:
         self.layout = KVLayout(
             model=model,
@@ -58,7 +60,10 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.is_overlapping = is_overlapping
         self._speed = speed or FakeEngine()
+        self._last: Ints = np.empty(0, np.int32)  # the tokens of the step launched last
+        self._free_s = 0.0  # when the last step launched is over
         # (block, kv_head, layer, K/V, token, head_dim), as 32-bit words; the last block is the transfers'
         shape = (NUM_KV_HEADS, NUM_LAYERS, 2, block_size, HEAD_DIM)
         self.memory: Words = np.zeros((num_blocks + 1, *shape), np.uint32)
@@ -70,12 +75,29 @@ class FakeRunner:
 
     def execute(self, batch: Batch) -> Sampled:
         """Writes the new tokens' slots, then reads each sampled sequence's context back."""
-        time.sleep((self._speed.step_ms + self._speed.token_ms * len(batch.input_ids)) / 1e3)
+        return self._start(batch).wait()
+
+    def launch(self, batch: Batch) -> Launched:
+        """The same; if steps overlap, the time of the step passes afterwards."""
+        return self._start(batch) if self.is_overlapping else Done(self.execute(batch))
+
+    def _start(self, batch: Batch) -> _Step:
+        duration_s = (self._speed.step_ms + self._speed.token_ms * len(batch.input_ids)) / 1e3
+        self._free_s = max(self._free_s, time.monotonic()) + duration_s
         blocks, offsets = np.divmod(batch.slot_mapping, self.layout.block_size)
-        self.memory[blocks, ..., offsets, :] = _slots(batch.input_ids, batch.positions)
+        self.memory[blocks, ..., offsets, :] = _slots(self._inputs(batch), batch.positions)
         tokens = [self._choose(batch, row) for row in batch.samples]
         logprobs = tuple(_logprobs(row.sampling, t) for row, t in zip(batch.samples, tokens, strict=True))
-        return Sampled(np.array(tokens, np.int32), logprobs)
+        self._last = np.array(tokens, np.int32)
+        return _Step(Sampled(self._last, logprobs), self._free_s)
+
+    def _inputs(self, batch: Batch) -> Ints:
+        if batch.feeds is None:
+            return batch.input_ids
+        inputs = batch.input_ids.copy()
+        fed = batch.feeds >= 0
+        inputs[fed] = self._last[batch.feeds[fed]]
+        return inputs
 
     def close(self) -> None:
         """Nothing to free before the runner itself is gone."""
@@ -85,6 +107,15 @@ class FakeRunner:
         slots = self.memory[batch.block_tables[row.row]]  # (blocks, heads, layers, 2, block_size, dim)
         by_token = slots.transpose(0, 4, 1, 2, 3, 5).reshape(-1, *_VALUES)[:length]
         return _next_token(_digest(by_token), row.sampling, row.position, self.vocab_size, banned=row.banned)
+
+
+class _Step(msgspec.Struct, frozen=True):
+    sampled: Sampled
+    over_s: float
+
+    def wait(self) -> Sampled:
+        time.sleep(max(0.0, self.over_s - time.monotonic()))
+        return self.sampled
 
 
 def fake_generate(

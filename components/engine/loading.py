@@ -43,7 +43,7 @@ def load_model(
     """The model in `dtype` on `device`, ready for inference, calling attention by the name `ATTENTION`."""
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if load_format == "dummy":
-        return _for_inference(_dummy_model(config, dtype), device)
+        return _for_inference(_dummy_model(config, dtype, device), device)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=ATTENTION, device_map=None, use_safetensors=True
@@ -58,14 +58,15 @@ def _for_inference(model: torch.nn.Module, device: torch.device) -> PreTrainedMo
     return ready
 
 
-def _dummy_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Random weights of the model's shape, the same in every process."""
+def _dummy_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Random weights of the model's shape, made on the device, the same in every process with such a device."""
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(_DUMMY_SEED)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=ATTENTION
-        )
+        with device:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=dtype, attn_implementation=ATTENTION
+            )
     finally:
         torch.random.set_rng_state(generator_state)
     return model

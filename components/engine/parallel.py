@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from components.engine.runner import Batch, KVRegion, Runner, Sampled
+from components.engine.runner import Batch, Done, KVRegion, Launched, Runner, Sampled
 from components.messages import KVLayout
 
 
@@ -60,6 +60,12 @@ class ParallelRunner:
     def region(self) -> KVRegion:
         """Where rank 0's blocks lie."""
         return self._runner.region
+
+    is_overlapping = False
+
+    def launch(self, batch: Batch) -> Launched:
+        """Runs the step at once."""
+        return Done(self.execute(batch))
 
     def execute(self, batch: Batch) -> Sampled:
         """Runs one step everywhere; the collectives inside keep the ranks together."""

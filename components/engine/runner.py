@@ -22,7 +22,8 @@ class SampleRow(msgspec.Struct, frozen=True):
     """One token to choose, from the logits of the last new token of sequence `row` of the batch.
 
     `position` is the chosen token's place in its sequence: with `sampling.seed` it keys the
-    generator. `prompt` and `output` are the tokens so far, for penalties. `banned` may not be chosen.
+    generator. `prompt` and `output` are the tokens so far, empty where no penalty needs them.
+    `banned` may not be chosen.
     """
 
     row: int
@@ -43,6 +44,7 @@ class Batch(msgspec.Struct, frozen=True):
     block_tables: tuple[Ints, ...]  # S arrays of block ids, each covering its seq_len
     slot_mapping: npt.NDArray[np.int64]  # (T,): block id * block_size + offset of each new token
     samples: tuple[SampleRow, ...]
+    feeds: Ints | None = None  # (T,): whose token of the step before is the input, by sample; -1: `input_ids` says
 
     @property
     def num_sequences(self) -> int:
@@ -54,6 +56,23 @@ class Sampled(msgspec.Struct, frozen=True):
 
     tokens: Ints  # (rows,)
     logprobs: tuple[TokenLogprobs | None, ...]  # (rows,)
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A step that was over when it was launched."""
+
+    sampled: Sampled
+
+    def wait(self) -> Sampled:
+        """What the step chose."""
+        return self.sampled
+
+
+class Launched(Protocol):
+    """A step under way."""
+
+    def wait(self) -> Sampled:
+        """Returns when the tokens are chosen and all KV of the step is written; called once, in order of launching."""
 
 
 class KVRegion(msgspec.Struct, frozen=True):
@@ -91,6 +110,13 @@ class Runner(Protocol):
     @property
     def region(self) -> KVRegion:
         """Where the blocks lie."""
+
+    @property
+    def is_overlapping(self) -> bool:
+        """Whether a step may be launched while the one before it runs, fed with its tokens."""
+
+    def launch(self, batch: Batch) -> Launched:
+        """Starts one step; steps run in the order of launching, at most two at a time."""
 
     def execute(self, batch: Batch) -> Sampled:
         """Runs one step; returns when the tokens are chosen and all KV of the step is written."""

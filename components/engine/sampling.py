@@ -30,9 +30,9 @@ _MIX_2 = 0x94D049BB133111EB
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     """Chooses a token for each row of `logits`, (rows, vocabulary), as its `SampleRow` says."""
-    adjusted = _adjust(logits, rows)
+    adjusted = adjust(logits, rows)
     tokens = adjusted.argmax(dim=-1)
-    drawn = [i for i, row in enumerate(rows) if not _is_greedy(row.sampling)]
+    drawn = [i for i, row in enumerate(rows) if not is_greedy(row.sampling)]
     if drawn:
         picked = adjusted if len(drawn) == len(rows) else adjusted[drawn]
         tokens[drawn] = _draw(picked.float(), [rows[i] for i in drawn])
@@ -40,14 +40,15 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     return Sampled(chosen, _logprobs(logits, rows, chosen))
 
 
-def _is_greedy(sampling: Sampling) -> bool:
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether the largest logit is chosen, without a draw."""
     return sampling.temperature <= 0 or sampling.top_k == 1
 
 
 # --- before temperature: bias, penalties, bans
 
 
-def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """The logits with what changes them, in float32; the input itself if no row asks for any."""
     changed = [i for i, row in enumerate(rows) if row.banned or _changes_logits(row.sampling)]
     if not changed:

@@ -94,7 +94,7 @@ class _Draft:
     def plan_decodes(self) -> None:
         """A token for each running sequence past its prompt, preempting from the end when blocks run out."""
         for sequence in self._queues.running:
-            if not sequence.is_decoding or sequence in self.preempted:
+            if not sequence.is_decoding or sequence.is_complete or sequence in self.preempted:
                 continue
             missing = sequence.num_blocks_missing(len(sequence))
             if self._make_room(missing, sequence):

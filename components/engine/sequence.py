@@ -1,7 +1,7 @@
 """A sequence in the engine: its tokens, its blocks, and how far it has come.
 
 Its phases are those of the life cycle in `engine.py`. Only `book.py` changes a sequence, and only
-between steps.
+between steps. While a step runs, the token it chooses is pending: it counts, but nobody knows it yet.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import numpy as np
 
 from components.engine.runner import Ints
 from components.kv.hashing import chain_hashes, root_hash
+from components.messages import Sampling
 
 if TYPE_CHECKING:
     from components.engine.engine import EngineRequest
 
 _SPARE = 64
+PENDING = -1
 
 
 class Phase(Enum):
@@ -35,45 +37,48 @@ class Phase(Enum):
 
 
 class Ids:
-    """A growing array of int32. Views of it stay valid and unchanged while it grows."""
+    """A growing array of int32. Views of it stay valid and unchanged while it grows; setting shows in them."""
 
-    __slots__ = ("_data", "_size")
+    __slots__ = ("_data", "size")
 
     def __init__(self, ids: Items[int] = ()) -> None:
-        self._size = len(ids)
-        self._data = np.empty(self._size + _SPARE, np.int32)
-        self._data[: self._size] = ids
+        self.size = len(ids)
+        self._data = np.empty(self.size + _SPARE, np.int32)
+        self._data[: self.size] = ids
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __getitem__(self, index: int) -> int:
-        return int(self._data[index if index >= 0 else self._size + index])
+        return int(self._data[index if index >= 0 else self.size + index])
 
     def append(self, id: int) -> None:
-        self._grow(self._size + 1)
-        self._data[self._size] = id
-        self._size += 1
+        self._grow(self.size + 1)
+        self._data[self.size] = id
+        self.size += 1
+
+    def __setitem__(self, index: int, id: int) -> None:
+        self._data[index] = id
 
     def extend(self, ids: Items[int]) -> None:
-        size = self._size + len(ids)
+        size = self.size + len(ids)
         self._grow(size)
-        self._data[self._size : size] = ids
-        self._size = size
+        self._data[self.size : size] = ids
+        self.size = size
 
     def view(self, start: int = 0, stop: int | None = None) -> Ints:
         """Elements [start, stop), not copied."""
-        return self._data[start : self._size if stop is None else stop]
+        return self._data[start : self.size if stop is None else stop]
 
     def clear(self) -> None:
         """Forgets all; a new array follows, so that old views keep what they show."""
         self._data = np.empty(_SPARE, np.int32)
-        self._size = 0
+        self.size = 0
 
     def _grow(self, size: int) -> None:
         if size > len(self._data):
             grown = np.empty(2 * size, np.int32)
-            grown[: self._size] = self._data[: self._size]
+            grown[: self.size] = self._data[: self.size]
             self._data = grown
 
 
@@ -95,6 +100,10 @@ class Sequence:
         self.num_entered = 0  # leading blocks that were matched in or entered into the cache
         self.num_lent = 0  # trailing blocks lent to a transfer
         self.cached_tokens: int | None = None  # set once, by the first match
+        self.num_pending = 0  # trailing tokens that a launched step is choosing; `tokens` has `PENDING` in their place
+        self.feed = -1  # the last pending token's place among the samples of the step launched last
+        self.is_complete = False  # whether the pending token is certainly the last one
+        self.needs_tokens = _has_penalties(request.sampling)  # whether a step needs to know the tokens before it
         self.is_told = False  # whether any token was reported
         self.arrived_s = 0.0
         self.queue_ms = 0.0
@@ -104,7 +113,7 @@ class Sequence:
         self._extend_hashes()
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.tokens.size
 
     def __repr__(self) -> str:
         return f"Sequence({self.id}, {self.phase.value}, {self.num_computed}/{len(self)} tokens, {self.blocks.view()})"
@@ -112,7 +121,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is not computed yet."""
-        return len(self.tokens) - self.num_computed
+        return self.tokens.size - self.num_computed
 
     @property
     def num_output_tokens(self) -> int:
@@ -122,7 +131,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether all but the newest token has been computed, and that one is no prompt's last."""
-        return self.num_remaining == 1 and self.num_computed > 0
+        return self.tokens.size - self.num_computed == 1 and self.num_computed > 0
 
     @property
     def is_preemptible(self) -> bool:
@@ -135,7 +144,8 @@ class Sequence:
 
     def num_blocks_missing(self, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` tokens can be held."""
-        return max(0, self.num_blocks_for(num_tokens) - len(self.blocks))
+        missing = self.num_blocks_for(num_tokens) - self.blocks.size
+        return missing if missing > 0 else 0
 
     def prefix_keys(self) -> list[bytes]:
         """Cache keys of the full blocks that may be matched: at least one token is left to compute."""
@@ -148,18 +158,17 @@ class Sequence:
         per_block = self.block_size // self._hash_unit
         return self._units[(start + 1) * per_block - 1 : stop * per_block : per_block]
 
-    @property
-    def has_final_blocks(self) -> bool:
-        """Whether there are full blocks of computed tokens that are not in the cache yet."""
-        return self._hash_unit is not None and self.num_computed // self.block_size > self.num_entered
+    def has_final_blocks(self, num_computed: int) -> bool:
+        """Whether the first `num_computed` tokens fill blocks that are not in the cache yet."""
+        return self._hash_unit is not None and num_computed // self.block_size > self.num_entered
 
-    def final_blocks(self) -> Iterable[tuple[int, bytes, list[bytes]]]:
-        """(block, parent, units) of the blocks that are full of computed tokens and not yet entered."""
+    def final_blocks(self, num_computed: int) -> Iterable[tuple[int, bytes, list[bytes]]]:
+        """(block, parent, units) of the blocks that these tokens fill and that are not yet entered."""
         if self._hash_unit is None:
             return
         self._extend_hashes()
         per_block = self.block_size // self._hash_unit
-        for index in range(self.num_entered, self.num_computed // self.block_size):
+        for index in range(self.num_entered, num_computed // self.block_size):
             first = index * per_block
             parent = self._units[first - 1] if first else self._root
             yield self.blocks[index], parent, self._units[first : first + per_block]
@@ -169,5 +178,9 @@ class Sequence:
             return
         done = len(self._units) * self._hash_unit
         parent = self._units[-1] if self._units else self._root
-        tokens = self.tokens.view(done).astype("<i4").tobytes()
+        tokens = self.tokens.view(done, len(self.tokens) - self.num_pending).astype("<i4").tobytes()
         self._units += chain_hashes(tokens, self._hash_unit, parent=parent)
+
+
+def _has_penalties(sampling: Sampling) -> bool:
+    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1

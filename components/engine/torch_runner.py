@@ -8,6 +8,7 @@ arguments that the model hands down to it. Logits are computed for the sampled r
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from components.engine.fuse import fuse_layers, pack_weights, should_pack
 from components.engine.loading import ATTENTION, fingerprint, kv_layout, load_config, load_model, resolve_dtype
 from components.engine.parallel import Place
 from components.engine.ranges import Share
-from components.engine.runner import Batch, KVRegion, Sampled
+from components.engine.runner import Batch, Done, KVRegion, Launched, Runner, Sampled
 from components.engine.sampling import sample
 from components.engine.shard import own_share, shard_model
 from components.kv.layout import block_bytes
@@ -34,6 +35,8 @@ from components.messages import KVLayout
 from components.model_cache import resolve_model
 from components.options import WorkerOptions
 from graph import LaunchError
+
+log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _CPU_POOL_BYTES = 2 << 30
@@ -51,42 +54,37 @@ class TorchRunner:
         num_threads: int | None = None,
         on_progress: Callable[[str], None] | None = None,
         place: Place | None = None,
+        loaded: Loaded | None = None,
     ) -> None:
-        """Loads the model and makes the pool; with `place`, this rank's part of both, together with the other ranks.
+        """Loads the model unless it is given, and makes the pool.
+
+        With `place`, it is this rank's part of both, together with the other ranks.
 
         Raises `LaunchError` with what to change.
         """
-        report = on_progress or (lambda _: None)
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        _register_attention()
-        device = resolve_device(options.device, place)
-        ranks = None if place is None else Ranks(place.rank, place.size, store=place.store, device=device)
-        report(f"resolving {options.model}")
-        folder = resolve_model(options.model)
-        config = self.model_config = load_config(folder)
-        dtype = resolve_dtype(options.dtype, config)
-        report(f"loading {options.model}")
-        self._ranks = ranks
-        self._model = _load(folder, config, dtype, device, load_format=options.load_format, ranks=ranks)
-        if should_pack(dtype, device):
-            pack_weights(self._model)
-        self.vocab_size: int = config.vocab_size
-        self.max_model_len = _max_model_len(options, config.max_position_embeddings)
-        layout = kv_layout(config, fingerprint(folder, options.load_format), dtype, options.block_size)
-        self.layout: KVLayout = layout if ranks is None else _own_part(layout, own_share(config, ranks))
-        num_blocks = _num_blocks(options, self.layout, device)
-        self.num_blocks = num_blocks if ranks is None else ranks.least(num_blocks)
-        self._pool = KVPool(self.layout, self.num_blocks, device)
+        loaded = loaded or load(options, num_threads=num_threads, on_progress=on_progress, place=place)
+        self._model, self.model_config, self._ranks = loaded.model, loaded.config, loaded.ranks
+        self.vocab_size: int = loaded.config.vocab_size
+        self.max_model_len = loaded.max_model_len
+        self.layout = loaded.layout
+        num_blocks = num_pool_blocks(options, self.layout, loaded.device)
+        self.num_blocks = num_blocks if self._ranks is None else self._ranks.least(num_blocks)
+        self._pool = KVPool(self.layout, self.num_blocks, loaded.device)
         self._attention = SdpaAttention(self._pool)
-        self._device = device
-        if device.type == "cpu":
+        self._device = loaded.device
+        if loaded.device.type == "cpu":
             _keep_freed_memory()
 
     @property
     def region(self) -> KVRegion:
         """Where the blocks lie."""
         return self._pool.region
+
+    is_overlapping = False
+
+    def launch(self, batch: Batch) -> Launched:
+        """Runs the step at once."""
+        return Done(self.execute(batch))
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> Sampled:
@@ -114,6 +112,71 @@ class TorchRunner:
 
     def _row(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)[None]
+
+
+def make_torch_runner(
+    options: WorkerOptions,
+    *,
+    num_threads: int | None = None,
+    on_progress: Callable[[str], None] | None = None,
+    place: Place | None = None,
+) -> Runner:
+    """The runner for the options' device: the CUDA runner where FlashInfer serves the model, else this one."""
+    loaded = load(options, num_threads=num_threads, on_progress=on_progress, place=place)
+    if loaded.device.type == "cuda":
+        from components.engine.flash import obstacle
+
+        dtype = getattr(torch, loaded.layout.dtype)
+        reason = "it is asked for" if options.attention == "sdpa" else obstacle(dtype, loaded.layout.head_dim)
+        if place is not None:
+            reason = "ranks run step by step"
+        if reason is None:
+            from components.engine.cuda_runner import CudaRunner  # imports triton
+
+            return CudaRunner(loaded, options, on_progress=on_progress)
+        log.warning("attention runs on torch's SDPA, without CUDA graphs: %s", reason)
+    return TorchRunner(options, num_threads=num_threads, on_progress=on_progress, place=place, loaded=loaded)
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A model ready to run, and what its engine must know of it."""
+
+    model: PreTrainedModel
+    config: PretrainedConfig
+    layout: KVLayout
+    device: torch.device
+    max_model_len: int
+    is_fused: bool
+    ranks: Ranks | None
+
+
+def load(
+    options: WorkerOptions,
+    *,
+    num_threads: int | None,
+    on_progress: Callable[[str], None] | None,
+    place: Place | None,
+) -> Loaded:
+    """Loads the model that the options describe, or a rank's part of it. Raises `LaunchError` with what to change."""
+    report = on_progress or (lambda _: None)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    _register_attention()
+    device = resolve_device(options.device, place)
+    ranks = None if place is None else Ranks(place.rank, place.size, store=place.store, device=device)
+    report(f"resolving {options.model}")
+    folder = resolve_model(options.model)
+    config = load_config(folder)
+    dtype = resolve_dtype(options.dtype, config)
+    report(f"loading {options.model}")
+    model, is_fused = _load(folder, config, dtype, device, load_format=options.load_format, ranks=ranks)
+    if should_pack(dtype, device):
+        pack_weights(model)
+    layout = kv_layout(config, fingerprint(folder, options.load_format), dtype, options.block_size)
+    if ranks is not None:
+        layout = _own_part(layout, own_share(config, ranks))
+    max_model_len = _max_model_len(options, config.max_position_embeddings)
+    return Loaded(model, config, layout, device, max_model_len, is_fused, ranks)
 
 
 def _register_attention() -> None:
@@ -162,16 +225,15 @@ def _load(
     *,
     load_format: str,
     ranks: Ranks | None,
-) -> PreTrainedModel:
-    """The model with fused layers on the device; a rank's part is cut out before it gets there."""
+) -> tuple[PreTrainedModel, bool]:
+    """The model on the device, its layers fused if they can be; a rank's part is cut out before it gets there."""
     if ranks is None:
         model = load_model(folder, config, dtype, device, load_format)
     else:
         model = load_model(folder, config, dtype, torch.device("cpu"), load_format)
         config = shard_model(model, config, ranks)
         model.to(device)  # type: ignore[arg-type]
-    fuse_layers(model, config)
-    return model
+    return model, fuse_layers(model, config)
 
 
 def _own_part(layout: KVLayout, share: Share) -> KVLayout:
@@ -210,15 +272,18 @@ def _max_model_len(options: WorkerOptions, of_model: int) -> int:
     return options.max_model_len
 
 
-def _num_blocks(options: WorkerOptions, layout: KVLayout, device: torch.device) -> int:
-    """Blocks in the pool: as set, else what fits into the memory set, else a share of what is free."""
+def num_pool_blocks(options: WorkerOptions, layout: KVLayout, device: torch.device, *, reserved_bytes: int = 0) -> int:
+    """Blocks in the pool: as set, else what fits into the memory set, else a share of what is free.
+
+    `reserved_bytes` of a GPU's free memory are for others.
+    """
     if options.num_blocks is not None:
         num_blocks = options.num_blocks
     elif options.kv_memory_mb is not None:
         num_blocks = options.kv_memory_mb * _MIB // block_bytes(layout)
     elif device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        num_blocks = int(free * options.gpu_memory_utilization) // block_bytes(layout)
+        num_blocks = int((free - reserved_bytes) * options.gpu_memory_utilization) // block_bytes(layout)
     else:
         num_bytes = min(_CPU_POOL_BYTES, psutil.virtual_memory().available * _CPU_POOL_SHARE)
         num_blocks = int(num_bytes) // block_bytes(layout)

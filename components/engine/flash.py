@@ -1,0 +1,231 @@
+"""Paged attention by FlashInfer, on the KV layout as it is: block-major, head-outermost, strided per layer.
+
+Chunks and mixed batches go through the prefill kernel (FA3 on Hopper), planned once a step for each kind
+of layer; steps of single tokens go through the decode kernel, whose buffers a CUDA graph may hold on to.
+Kernels are compiled at first use and kept in FlashInfer's cache folder. Imported on CUDA hosts only.
+"""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+import torch
+
+from components.engine.attention import KVPool, Shape
+
+_WORKSPACE_BYTES = 512 << 20
+_PLAN_BYTES = 8 << 20
+_HEAD_DIMS = (64, 128, 256)
+
+_Key = tuple[float, int | None, float | None]
+
+
+def obstacle(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why FlashInfer cannot serve this model here; None if it can."""
+    for package in ("flashinfer", "triton"):
+        if find_spec(package) is None:
+            return f"{package} is not installed (headrace[cuda])"
+    if shutil.which("nvcc") is None and find_spec("flashinfer_jit_cache") is None:
+        return "nvcc is not on the PATH"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashInfer has no kernels for {str(dtype).removeprefix('torch.')}"
+    if head_dim not in _HEAD_DIMS:
+        return f"FlashInfer has no kernels for heads of {head_dim}"
+    return None
+
+
+class Tables(msgspec.Struct, frozen=True):
+    """A step's sequences for FlashInfer: how many new tokens, which blocks, how full the last one is."""
+
+    cu_seqlens_q: torch.Tensor  # (S + 1,) of int32 on the host
+    cu_blocks: torch.Tensor  # (S + 1,) of int32 on the host
+    last_lengths: torch.Tensor  # (S,) of int32 on the host
+    blocks: torch.Tensor  # (cu_blocks[-1],) of int32 on the device
+
+
+class FlashAttention:
+    """The back end of one pool. Plans are copied from two pinned buffers in turn, as two steps may be under way."""
+
+    def __init__(self, pool: KVPool, num_query_heads: int) -> None:
+        self.pool = pool
+        device = pool.blocks.device
+        self._num_query_heads = num_query_heads
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._pinned = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._chunks: dict[_Key, Any] = {}
+
+    def turn(self) -> None:
+        """Takes the other pinned buffer; called once for each step."""
+        self._pinned.reverse()
+
+    def compile(self, windows: set[bool]) -> None:
+        """Compiles the kernels of layers with and without a sliding window, all at once."""
+        from flashinfer.prefill import get_batch_prefill_module
+        from flashinfer.utils import determine_attention_backend
+
+        dtype, dim = self.pool.blocks.dtype, self.pool.layout.head_dim
+        chunks = determine_attention_backend(self.pool.blocks.device, 0, False, False, dtype, dtype)
+        kinds = [(backend, window) for backend in {"fa2", chunks} for window in windows]
+        with ThreadPoolExecutor(len(kinds)) as workers:
+            made = [
+                workers.submit(
+                    get_batch_prefill_module,
+                    backend,
+                    dtype,
+                    dtype,
+                    dtype,
+                    torch.int32,
+                    dim,
+                    dim,
+                    0,
+                    window,
+                    False,
+                    False,
+                )
+                for backend, window in kinds
+            ]
+        for module in made:
+            module.result()
+
+    def plan_chunks(self, tables: Tables, slots: torch.Tensor) -> FlashStep:
+        """A step of any mixture of sequences; `slots` (tokens,) on the device."""
+        return FlashStep(self, tables, slots)
+
+    def chunk_wrapper(self, key: _Key, tables: Tables) -> Any:
+        """The prefill wrapper of a kind of layer, planned for the step."""
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        if key not in self._chunks:
+            self._chunks[key] = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        wrapper = self._chunks[key]
+        wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
+        wrapper.plan(
+            tables.cu_seqlens_q,
+            tables.cu_blocks,
+            tables.blocks,
+            tables.last_lengths,
+            self._num_query_heads,
+            *self._common(),
+            causal=True,
+            **self._settings(key),
+        )
+        return wrapper
+
+    def decode_wrapper(self, key: _Key, cu_blocks: torch.Tensor, blocks: torch.Tensor, lengths: torch.Tensor) -> Any:
+        """A decode wrapper that keeps reading these device buffers, as a CUDA graph needs it."""
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        return BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=cu_blocks,
+            paged_kv_indices_buffer=blocks,
+            paged_kv_last_page_len_buffer=lengths,
+        )
+
+    def plan_decode(self, wrapper: Any, key: _Key, tables: Tables, *, is_first: bool) -> None:
+        """Plans a decode wrapper; from the second time on, its device buffers have been filled by the caller."""
+        from flashinfer.decode import fast_decode_plan
+
+        wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
+        heads = (self._num_query_heads, *self._common())
+        if is_first:
+            wrapper.plan(tables.cu_blocks, tables.blocks, tables.last_lengths, *heads, **self._settings(key))
+        else:
+            fast_decode_plan(
+                wrapper,
+                tables.cu_blocks,
+                tables.blocks,
+                tables.last_lengths,
+                *heads,
+                global_override_indptr_cpu=tables.cu_blocks,
+                **self._settings(key),
+            )
+
+    def _common(self) -> tuple[int, int, int]:
+        layout = self.pool.layout
+        return layout.head_stop - layout.head_start, layout.head_dim, layout.block_size
+
+    def _settings(self, key: _Key) -> dict[str, Any]:
+        scaling, window, softcap = key
+        return {
+            "sm_scale": scaling,
+            "window_left": -1 if window is None else window - 1,  # keys before the query's own
+            "logits_soft_cap": softcap,
+            "q_data_type": self.pool.blocks.dtype,
+            "kv_data_type": self.pool.blocks.dtype,
+        }
+
+
+def layer_key(shape: Shape) -> _Key:
+    """What tells kinds of layers apart. Sinks are refused: the caller must not use this back end for them."""
+    assert shape.sinks is None, "attention sinks need the SDPA back end"
+    return (shape.scaling, shape.sliding_window, shape.softcap)
+
+
+class FlashStep:
+    """One step through the prefill kernels; a `PagedStep`."""
+
+    def __init__(self, attention: FlashAttention, tables: Tables, slots: torch.Tensor) -> None:
+        self.slots = slots
+        self._attention = attention
+        self._tables = tables
+        self._planned: dict[_Key, Any] = {}
+        block_size = attention.pool.layout.block_size
+        self._block, self._offset = slots.long() // block_size, slots.long() % block_size
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts the new tokens' keys and values into their slots."""
+        kv = self._attention.pool.blocks[:, :, layer]  # (blocks, heads, K and V, block_size, head_dim)
+        kv[self._block, :, 0, self._offset] = keys
+        kv[self._block, :, 1, self._offset] = values
+
+    def attend(self, layer: int, queries: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Attends with queries, (tokens, query_heads, head_dim), over what is written."""
+        key = layer_key(shape)
+        if key not in self._planned:
+            self._planned[key] = self._attention.chunk_wrapper(key, self._tables)
+        blocks = self._attention.pool.blocks
+        out: torch.Tensor = self._planned[key].run(
+            queries.contiguous(), (blocks[:, :, layer, 0], blocks[:, :, layer, 1])
+        )
+        return out
+
+
+class FlashDecode:
+    """Decode steps of one batch size on fixed device buffers; a `PagedStep` without `write`, for graphs."""
+
+    def __init__(
+        self, attention: FlashAttention, cu_blocks: torch.Tensor, blocks: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        self._attention = attention
+        self._buffers = (cu_blocks, blocks, lengths)
+        self._wrappers: dict[_Key, Any] = {}
+        self._tables: Tables | None = None
+
+    def plan(self, tables: Tables) -> None:
+        """Plans the next step for every kind of layer met so far."""
+        self._tables = tables
+        for key, wrapper in self._wrappers.items():
+            self._attention.plan_decode(wrapper, key, tables, is_first=False)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Not part of a fused decode, whose rotary kernel writes."""
+        raise NotImplementedError
+
+    def attend(self, layer: int, queries: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Attends with one query for each sequence, (S, query_heads, head_dim)."""
+        key = layer_key(shape)
+        if key not in self._wrappers:
+            assert self._tables is not None, "a step is planned before it runs"
+            self._wrappers[key] = self._attention.decode_wrapper(key, *self._buffers)
+            self._attention.plan_decode(self._wrappers[key], key, self._tables, is_first=True)
+        blocks = self._attention.pool.blocks
+        out: torch.Tensor = self._wrappers[key].run(queries, (blocks[:, :, layer, 0], blocks[:, :, layer, 1]))
+        return out

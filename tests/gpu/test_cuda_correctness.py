@@ -1,0 +1,170 @@
+"""The runners on CUDA against transformers: logits of tiny random models through chunks, decodes and mixed batches.
+
+    python -m pytest tests/gpu/test_cuda_correctness.py
+
+float32 goes through torch's SDPA, bfloat16 through FlashInfer and, for the fused models, CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from components.engine.runner import Batch, Runner, Sampled, SampleRow
+from components.engine.sampling import sample
+from components.messages import Sampling
+from components.options import WorkerOptions
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),
+]
+
+BLOCK = 16
+VOCAB = 512
+LOGPROBS = Sampling(temperature=0.0, logprobs=VOCAB)
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
+    "pad_token_id": 0, "initializer_range": 0.06, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 24}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+TOLERANCE = {"float32": 2e-3, "bfloat16": 1.5e-1}  # of a log-probability; bfloat16 differs from itself by as much
+
+
+@pytest.fixture
+def make_runner(tmp_path: Path) -> Iterator[Callable[..., Runner]]:
+    from components.engine.torch_runner import make_torch_runner
+
+    made: list[Runner] = []
+
+    def make(name: str, **options: Any) -> Runner:
+        kind, settings = CONFIGS[name]
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SMALL, **settings))
+        model.save_pretrained(tmp_path / name)
+        settings = {"block_size": BLOCK, "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+        made.append(make_torch_runner(WorkerOptions(model=str(tmp_path / name), device="cuda", **settings, **options)))
+        return made[-1]
+
+    yield make
+    for runner in made:
+        runner.close()
+
+
+class Sequences:
+    """Sequences with scattered blocks, driven step by step; keeps what each chose and its log-probabilities."""
+
+    def __init__(self, runner: Runner, lengths: list[int]) -> None:
+        random = np.random.default_rng(1)
+        self.tokens = [random.integers(1, VOCAB, length).tolist() for length in lengths]
+        self.seen: dict[tuple[int, int], dict[int, float]] = {}  # (sequence, position) -> log-probabilities
+        self._runner = runner
+        self._computed = [0] * len(lengths)
+        self._free = random.permutation(runner.num_blocks).tolist()
+        self._tables: list[list[int]] = [[] for _ in lengths]
+
+    def step(self, counts: dict[int, int]) -> None:
+        """Computes `counts[i]` more tokens of sequence i and appends what is chosen."""
+        batch = self._batch(counts)
+        sampled = self._runner.execute(batch)
+        for row, token, logprobs in zip(batch.samples, sampled.tokens.tolist(), sampled.logprobs, strict=True):
+            i = list(counts)[row.row]
+            assert logprobs is not None
+            self.seen[i, len(self.tokens[i])] = dict(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
+            self.tokens[i].append(token)
+
+    def generate(self, steps: int, chunk: int) -> None:
+        """`steps` steps of all sequences together, prompts in chunks."""
+        for _ in range(steps):
+            self.step({i: min(chunk, len(t) - self._computed[i]) for i, t in enumerate(self.tokens)})
+
+    def _batch(self, counts: dict[int, int]) -> Batch:
+        ids, positions, samples = [], [], []
+        slots: list[int] = []
+        empty = np.empty(0, np.int32)
+        for row, (i, count) in enumerate(counts.items()):
+            start, stop = self._computed[i], self._computed[i] + count
+            while len(self._tables[i]) * BLOCK < stop:
+                self._tables[i].append(self._free.pop())
+            ids += self.tokens[i][start:stop]
+            positions += range(start, stop)
+            slots += [self._tables[i][p // BLOCK] * BLOCK + p % BLOCK for p in range(start, stop)]
+            if stop == len(self.tokens[i]):
+                samples.append(SampleRow(row, LOGPROBS, stop, empty, empty))
+            self._computed[i] = stop
+        return Batch(
+            input_ids=np.array(ids, np.int32),
+            positions=np.array(positions, np.int32),
+            cu_seqlens_q=np.cumsum([0, *counts.values()]).astype(np.int32),
+            seq_lens=np.array([self._computed[i] for i in counts], np.int32),
+            block_tables=tuple(np.array(self._tables[i], np.int32) for i in counts),
+            slot_mapping=np.array(slots, np.int64),
+            samples=tuple(samples),
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_transformers(
+    name: str, dtype: str, make_runner: Callable[..., Runner], tmp_path: Path
+) -> None:
+    sequences = Sequences(make_runner(name, dtype=dtype), [5, 70, 33])
+    sequences.generate(steps=12, chunk=32)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="eager")
+    reference = reference.to("cuda").eval()
+    worst = 0.0
+    for i, tokens in enumerate(sequences.tokens):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([tokens], device="cuda"), use_cache=False).logits[0]
+        raw = torch.log_softmax(logits.float(), -1).cpu()
+        for (sequence, position), logprobs in sequences.seen.items():
+            if sequence == i:
+                ours = torch.tensor([logprobs[token] for token in range(VOCAB)])
+                worst = max(worst, float((ours - raw[position - 1]).abs().max()))
+    assert len(sequences.seen) > 24
+    assert worst < TOLERANCE[dtype]
+
+
+def test_draws_equal_those_on_the_cpu() -> None:
+    from components.engine.gpu_sampling import draw_rows
+    from components.engine.staging import Staging
+
+    generator, vocab = torch.Generator().manual_seed(5), 128_256
+    logits = torch.randn(48, vocab, generator=generator).mul_(2).bfloat16()
+    kinds = [
+        Sampling(temperature=0.8, top_p=0.95),
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.3, top_k=40),
+        Sampling(temperature=0.7, top_k=100, top_p=0.8),
+        Sampling(temperature=1.0, min_p=0.05),
+        Sampling(temperature=0.0),
+    ]
+    empty = np.empty(0, np.int32)
+    rows = [
+        SampleRow(i, Sampling(**{**_fields(kinds[i % 6]), "seed": i * 7919}), 100 + i, empty, empty) for i in range(48)
+    ]
+    expected: Sampled = sample(logits.float(), rows)
+    on_gpu = logits.to("cuda")
+    tokens = on_gpu.argmax(-1)
+    draw_rows(on_gpu, rows, tokens, Staging(7 * 48, torch.int64, on_gpu.device))
+    assert tokens.tolist() == expected.tokens.tolist()
+
+
+def _fields(sampling: Sampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
