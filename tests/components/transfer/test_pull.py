@@ -330,8 +330,11 @@ class Walk:
                 actions = self.pull.progressed(make_progress(CACHED + number * 2), self.now)
             case "completed":
                 actions = self.pull.completed(make_done(99 if number == 7 else 5), self.now)
-            case "lease held":
-                actions = self.pull.lease_answered(True, sent_at=self.now - 0.1, now=self.now)
+            case "lease held" | "lease lost" | "no lease answer":
+                held = {"lease held": True, "lease lost": False}.get(event)
+                actions = self.pull.lease_answered(held, sent_at=self.now - 0.1, now=self.now)
+            case "granted":
+                actions = self.pull.granted(self.now)
             case "ticked":
                 actions = self.pull.ticked(self.now)
             case "reserved":
