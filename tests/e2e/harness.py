@@ -185,8 +185,14 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
+            preexec_fn=_heed_ctrl_c,
         )
     return ServedGraph(process, port, log, env, command)
+
+
+def _heed_ctrl_c() -> None:
+    """A shell's background job ignores Ctrl-C, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
