@@ -176,7 +176,8 @@ def start(
     """Starts `graph serve FILE` on a free port; `command` runs `graph` in some other way."""
     port = port or free_port()
     flags = [flag for name, value in sets.items() for flag in ("--set", f"{name}={_yaml(value)}")]
-    line = [*command, "serve", file, "--port", str(port), *flags, *args]
+    heed = ["env", "--default-signal=INT"]  # a shell's background job ignores Ctrl-C, and so would what it starts
+    line = [*heed, *command, "serve", file, "--port", str(port), *flags, *args]
     with log.open("wb") as output:
         process = subprocess.Popen(
             line,
@@ -185,14 +186,8 @@ def start(
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            preexec_fn=_heed_ctrl_c,
         )
     return ServedGraph(process, port, log, env, command)
-
-
-def _heed_ctrl_c() -> None:
-    """A shell's background job ignores Ctrl-C, and so would what it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
