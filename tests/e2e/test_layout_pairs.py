@@ -82,4 +82,5 @@ def test_a_rank_that_dies_ends_its_replica_which_comes_back(log: Path) -> None:
         ranks[0].kill()
 
         wait_for(lambda: graph.pids("worker") and pid not in graph.pids("worker"), RESTART_S)
+        graph.wait_node("worker", RESTART_S)  # a request that comes earlier is told to come again
         assert complete(graph.url, [prompt])["p"].text == before
