@@ -47,8 +47,9 @@ bench: model  ## Measure this machine: engine and peers, serving, start-up, rout
 	$(BIN)/python tests/bench/bench_sim.py --kind conversations --requests 300
 	$(BIN)/python tests/bench/bench_routing.py --quick
 
-soak: model  ## Run the full matrices; takes long.
-	$(BIN)/python -m pytest -m soak $(ARGS)
+soak: model  ## Run the full matrices and write tests/results/soak.md; takes about two hours.
+	-$(BIN)/python -m pytest -m soak --junitxml=build/soak.xml $(ARGS)
+	$(BIN)/python tests/soak_report.py tests/results/soak.md build/soak.xml
 
 clean:  ## Remove the environment and what tools left behind; the model cache stays.
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ from prompts import Prompt, crowd
 from reference import Expected
 
 Reference = Callable[[list[Prompt]], dict[str, Expected]]
+Note = Callable[[str, object], None]
 WORKERS = {"graph/agg.py": ("worker",), "graph/disagg.py": ("prefill", "decode")}
 
 
@@ -42,50 +43,62 @@ TEST_CELLS = [Cell("graph/agg.py", True, 64), Cell("graph/disagg.py", False, 204
 
 
 def compare(
-    cell: Cell, prompts: list[Prompt], expected: dict[str, Expected], log: Path, *, at_once: tuple[int, ...] = (1, 16)
+    cell: Cell,
+    prompts: list[Prompt],
+    expected: dict[str, Expected],
+    log: Path,
+    note: Note,
+    *,
+    at_once: tuple[int, ...] = (1, 16),
 ) -> list[str]:
-    """Serves the cell and sends all prompts, so many at a time; what differs, in words."""
-    faults = []
+    """Serves the cell and sends all prompts, so many at a time; what differs, in words. Near ties are noted."""
+    faults, near_ties = [], []
     with serving(cell.file, log=log, sets=cell.sets()) as graph:
         for num in at_once:
             for name, answer in complete(graph.url, prompts, at_once=num).items():
                 why = expected[name].differs(answer.text)
                 faults += [f"{cell} {name} at {num}: {why}"] if why else []
+                near_ties += [f"{name} at {num}"] if not why and answer.text != expected[name].texts[-1] else []
                 assert answer.usage["completion_tokens"] == len(expected[name].ids)
                 assert answer.finish == "length"
         preemptions = graph.metric("headrace_preemptions_total")
         assert (preemptions > 0) == bool(cell.num_blocks), "only a pool that is too small preempts"
         assert graph.metric("headrace_kv_blocks_used") == 0
+    note("answers", len(prompts) * len(at_once))
+    note("left at a near tie", ", ".join(near_ties) or "none")
+    note("preemptions", int(preemptions))
     return faults
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cell", TEST_CELLS, ids=str)
-def test_greedy_equals_transformers(cell: Cell, few_prompts: list[Prompt], expect: Reference, log: Path) -> None:
-    assert compare(cell, few_prompts, expect(few_prompts), log) == []
+def test_greedy_equals_transformers(
+    cell: Cell, few_prompts: list[Prompt], expect: Reference, log: Path, record_property: Note
+) -> None:
+    assert compare(cell, few_prompts, expect(few_prompts), log, record_property) == []
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cell", [TINY_POOLS[2]], ids=str)
-def test_preemption_changes_no_token(cell: Cell, expect: Reference, log: Path) -> None:
-    assert compare(cell, crowd(), expect(crowd()), log, at_once=(16,)) == []
+def test_preemption_changes_no_token(cell: Cell, expect: Reference, log: Path, record_property: Note) -> None:
+    assert compare(cell, crowd(), expect(crowd()), log, record_property, at_once=(16,)) == []
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cell", TINY_POOLS, ids=str)
-def test_preemption_changes_no_token_anywhere(cell: Cell, expect: Reference, log: Path) -> None:
-    assert compare(cell, crowd(), expect(crowd()), log, at_once=(16,)) == []
+def test_preemption_changes_no_token_anywhere(cell: Cell, expect: Reference, log: Path, record_property: Note) -> None:
+    assert compare(cell, crowd(), expect(crowd()), log, record_property, at_once=(16,)) == []
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("cell", ALL_CELLS, ids=str)
 def test_greedy_equals_transformers_everywhere(
-    cell: Cell, all_prompts: list[Prompt], expect: Reference, log: Path
+    cell: Cell, all_prompts: list[Prompt], expect: Reference, log: Path, record_property: Note
 ) -> None:
     assert len(all_prompts) >= 50
-    assert compare(cell, all_prompts, expect(all_prompts), log) == []
+    assert compare(cell, all_prompts, expect(all_prompts), log, record_property) == []
 
 
 @pytest.mark.timeout(300)

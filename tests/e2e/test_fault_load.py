@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,8 +96,10 @@ def test_a_short_load(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3_600)
-def test_two_thousand_requests(tmp_path: Path) -> None:
+def test_two_thousand_requests(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     outcomes = run(tmp_path, 2_000, seed=2, pause_s=4.0)
+    for outcome, count in outcomes.items():
+        record_property(outcome, count)
 
     assert sum(outcomes.values()) == 2_000
     assert outcomes["right"] > 1_500

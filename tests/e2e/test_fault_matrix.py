@@ -11,6 +11,7 @@ memory and over TCP. `make test` runs the most telling cells, `make soak` all.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -161,10 +162,15 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graphs]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("transport", "configuration", "name"), list(cells()))
-def test_cell(graphs: Graphs, transport: str, configuration: str, name: str) -> None:
+def test_cell(
+    graphs: Graphs, transport: str, configuration: str, name: str, record_property: Callable[[str, object], None]
+) -> None:
     graph = graphs.get(transport, configuration)
 
     replies = CELLS[name](graph)
+    for outcome, count in Counter(reply.outcome for reply in replies).items():
+        record_property(outcome, count)
+    record_property("longest wait, s", round(max(reply.seconds for reply in replies), 1))
 
     assert [reply for reply in replies if reply.outcome == "WRONG"] == []
     if name in MUST_BE_RIGHT:

@@ -143,7 +143,9 @@ def gpus_of(graph: ServedGraph, node: str) -> list[str]:
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("node", SCALABLE)
-def test_twenty_times_up_and_down_leaves_nothing(graph: ServedGraph, node: str) -> None:
+def test_twenty_times_up_and_down_leaves_nothing(
+    graph: ServedGraph, node: str, record_property: Callable[[str, object], None]
+) -> None:
     async def cycles(num: int) -> None:
         for _ in range(num):
             await command(graph, "scale", f"{node}=2")
@@ -157,7 +159,11 @@ def test_twenty_times_up_and_down_leaves_nothing(graph: ServedGraph, node: str) 
     assert under_load(graph, lambda: cycles(2), at_once=8).faults == []
     graph.wait_state()
     before, memory = held(), sum(p.memory_info().rss for p in graph.family())
-    assert under_load(graph, lambda: cycles(20), at_once=8).faults == []
+    tally = under_load(graph, lambda: cycles(20), at_once=8)
+    record_property("streams", tally.num_good + len(tally.faults))
+    record_property("failed or other text", len(tally.faults))
+    record_property("longest pause, s", round(tally.longest_pause_s, 1))
+    assert tally.faults == []
     graph.wait_state()
     after = held()
     assert after[0] == before[0]
