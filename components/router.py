@@ -186,9 +186,9 @@ class Router(Component):
             raise NoPeer("no worker is ready to generate; see graph status", retry_after_s=RETRY_AFTER_S)
         self._turn += 1
         stream, label = waiting.stream, waiting.label
+        stream.send(msgspec.structs.replace(decided, disagg_request_id=label))  # nobody waits for the books
         self._book(waiting, decided, now_s)
         stream.on_cancel(lambda: self._end(stream.id, label))
-        stream.send(msgspec.structs.replace(decided, disagg_request_id=label))
         return True
 
     def _open(self, views: Iterable[WorkerView], request: PlacementRequest) -> list[WorkerView]:

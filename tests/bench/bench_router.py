@@ -176,17 +176,19 @@ class Stream:
         self.id = id
         self.is_closed = False
         self.end: Callable[[], None]
+        self.answered_s = self.answered_cpu_s = 0.0
 
     def send(self, item: object) -> None:
         """The placement."""
+        self.answered_s, self.answered_cpu_s = time.perf_counter(), time.thread_time()
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """As a stream's."""
         self.end = callback
 
 
-async def decide(chains: Sequence[bytes], workers: int, num: int) -> tuple[list[float], list[float]]:
-    """Wall and CPU times of decisions by a full router; a tenth of the prompts are known to all workers."""
+async def decide(chains: Sequence[bytes], workers: int, num: int) -> dict[str, list[float]]:
+    """Times of decisions by a full router, to the answer and to the end; a tenth of the prompts are known to all."""
     context = Context()
     await Router(RouterOptions(policy="kv", hash_unit=UNIT)).start(context)  # type: ignore[arg-type]
     for index in range(workers):
@@ -195,7 +197,7 @@ async def decide(chains: Sequence[bytes], workers: int, num: int) -> tuple[list[
         shared = chains[:10]
         for chain in (*shared, *chains[10 + index :: workers]):
             context.subscription.on_event(peer, BlocksStored(ROOT, chain))
-    rng, walls, cpus = random.Random(2), [], []
+    rng, times = random.Random(2), dict[str, list[float]]()
     for number in range(num):
         chain = chains[rng.randrange(10)] if number % 10 == 0 else chains[rng.randrange(len(chains))]
         hashes = chain + rng.randbytes(16 * 12)
@@ -203,11 +205,14 @@ async def decide(chains: Sequence[bytes], workers: int, num: int) -> tuple[list[
         stream = Stream(str(number))
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
         context.handler(request, stream)
-        cpus.append(time.thread_time() - cpu_s)
-        walls.append(time.perf_counter() - wall_s)
+        end_cpu_s, end_wall_s = time.thread_time(), time.perf_counter()
+        times.setdefault("wall, to the answer", []).append(stream.answered_s - wall_s)
+        times.setdefault("CPU, to the answer", []).append(stream.answered_cpu_s - cpu_s)
+        times.setdefault("wall, with its booking", []).append(end_wall_s - wall_s)
+        times.setdefault("CPU, with its booking", []).append(end_cpu_s - cpu_s)
         if number >= 200:  # so many requests are alive
             stream.end()
-    return walls, cpus
+    return times
 
 
 # --- through links: the router in a process of its own
