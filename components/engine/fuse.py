@@ -170,7 +170,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         bias = None if linear.bias is None else linear.bias.float()
-        self.out_features = linear.out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.float(), bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

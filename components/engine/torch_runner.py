@@ -30,6 +30,7 @@ from components.engine.ranges import Share
 from components.engine.runner import Batch, Done, KVRegion, Launched, Runner, Sampled
 from components.engine.sampling import sample
 from components.engine.shard import own_share, shard_model
+from components.engine.threads import mean_weights, step_threads
 from components.kv.layout import block_bytes
 from components.messages import KVLayout
 from components.model_cache import resolve_model
@@ -72,6 +73,8 @@ class TorchRunner:
         self._pool = KVPool(self.layout, self.num_blocks, loaded.device)
         self._attention = SdpaAttention(self._pool)
         self._device = loaded.device
+        self._weights = mean_weights(self._model.base_model)
+        self._threads = torch.get_num_threads()
         if loaded.device.type == "cpu":
             _keep_freed_memory()
 
@@ -89,6 +92,8 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> Sampled:
         """Runs one step; returns when the tokens are chosen and all KV of the step is written."""
+        if self._device.type == "cpu" and self._threads > 1:
+            torch.set_num_threads(step_threads(len(batch.input_ids), self._weights, self._threads))
         step = self._attention.plan(batch)
         inputs = {
             "input_ids": self._row(batch.input_ids),

@@ -15,6 +15,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -216,7 +217,12 @@ def main() -> None:
         "generate_static_batch": lambda: peer.static_batch(prompts),
         "generate_batch": lambda: peer.continuous(prompts),
     }
-    chosen = {name: job for name, job in jobs.items() if name not in arguments.skip}
+
+    def with_all_threads(job: Callable[[], float]) -> float:
+        torch.set_num_threads(arguments.threads)  # the engine uses fewer in small steps
+        return job()
+
+    chosen = {name: partial(with_all_threads, job) for name, job in jobs.items() if name not in arguments.skip}
     best, failures = measure(chosen, 1 if arguments.quick else arguments.rounds)
     lowest = floor(ours.runner, arguments.batch)
     ours.stop()
