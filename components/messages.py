@@ -20,6 +20,9 @@ from graph import Message
 BLOCK_HASH_BYTES = 16
 """Length of one block hash; `hashes` fields hold whole multiples of it."""
 
+TOKEN_BYTES = 4
+"""Length of one id in `tokens` and `block_ids` fields."""
+
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Token or block ids as little-endian int32 bytes."""
@@ -174,11 +177,15 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     prefill_tokens: int = 0  # queued or being computed
 
 
+Role = Literal["worker", "prefill", "decode"]
+"""What a worker is for; "worker" does both phases."""
+
+
 class WorkerCost(msgspec.Struct, frozen=True, array_like=True):
     """What one worker would cost a request, in prompt tokens to compute; see `components.routing.cost`."""
 
     worker: str
-    role: Literal["worker", "prefill", "decode"]
+    role: Role
     load: Load
     placed: int  # live placements of this router
     cached_blocks: int  # hash units of the prompt in its cache now
@@ -342,7 +349,7 @@ class LoadChanged(Message, frozen=True, array_like=True, tag=True):
 class WorkerSnapshot(Message, frozen=True, array_like=True, tag=True):
     """All of a worker that events tell: replaces whatever was known of it."""
 
-    role: Literal["worker", "prefill", "decode"]
+    role: Role
     hash_unit: int  # tokens per hash
     load: Load
     hashes: bytes = b""
