@@ -141,7 +141,11 @@ class DecodeRequests:
     def on_output(self, output: Output) -> None:
         """The engine tells of a sequence: what concerns a remote prefill goes to the puller."""
         walk = self._walks.get(output.id)
-        if walk is None or self._puller is None:
+        if walk is None:
+            return
+        if isinstance(output, Ended):
+            del self._walks[output.id]
+        if self._puller is None:
             return
         match output:
             case Matched():
@@ -149,7 +153,6 @@ class DecodeRequests:
             case Reserved():
                 self._puller.reserved(output.id, output.block_ids, output.first_token)
             case Ended():
-                del self._walks[output.id]
                 if not self._puller.cancel(output.id):
                     self._serving.engine.settled([output.id])  # ended between the last READ and its adoption
 
