@@ -20,9 +20,8 @@ from enum import Enum
 
 import msgspec
 
-from components.messages import FinishReason, PrefillDone, PrefillProgress, TokenLogprobs, unpack_ids
+from components.messages import TOKEN_BYTES, FinishReason, PrefillDone, PrefillProgress, TokenLogprobs, unpack_ids
 
-ID_BYTES = 4
 TIMED_OUT = "the transfer exceeded kv_transfer_timeout_ms"
 
 
@@ -298,7 +297,7 @@ class Pull:
         return [Renew()]
 
     def _fault_in(self, progress: PrefillProgress) -> str | None:
-        if len(progress.block_ids) % ID_BYTES:
+        if len(progress.block_ids) % TOKEN_BYTES:
             return f"prefill announced {len(progress.block_ids)} bytes of block ids"
         if progress.num_tokens > self.prompt.num_tokens or not 0 <= progress.first_token <= self.prompt.cached_tokens:
             return (
