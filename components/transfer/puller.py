@@ -9,36 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from components.messages import (
-    LeaseRelease,
-    LeaseRenew,
-    LeaseState,
-    PrefillDone,
-    PrefillPoll,
-    PrefillProgress,
-    PrefillRequest,
-    TokenLogprobs,
-)
+from components.messages import PrefillDone, PrefillProgress, PrefillRequest, TokenLogprobs
 from components.transfer import pull as pulls
 from components.transfer.budget import Budget
+from components.transfer.caller import PrefillCaller
 from components.transfer.group import DriverGroup, RankPart
 from components.transfer.metrics import TransferMetrics
 from components.transfer.peers import LinkedPrefill
 from components.transfer.plan import Side, plan, whole_blocks
 from components.transfer.pull import Action, Prompt, Pull, PullRules
 from components.transfer.reads import ReadResult
-from graph import Call, Client, LinkError, NoPeer
-
-PREFILL_DEADLINE_S = 3600.0
-"""Bound of one remote prefill; its liveness is watched by polls, which have deadlines of their own."""
-
-RELEASE_TRIES = 3
-RELEASE_PAUSE_S = 0.2
+from graph import Call, Client, LinkError
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +97,7 @@ class Puller:
         metrics: TransferMetrics,
     ) -> None:
         self._engine = engine
-        self._client = client
+        self._caller = PrefillCaller(client, answer_s=rules.lease_s)
         self._drivers = drivers
         self._owner = owner
         self._rules = rules
@@ -208,19 +194,12 @@ class Puller:
         self._do(active, active.pull.ticked(time.monotonic()))
 
     def _ask(self, active: _Active) -> None:
-        def on_item(item: Any) -> None:
-            self._told(active, item)
+        def on_failure(error: LinkError) -> None:
+            self._do(active, active.pull.prefill_failed(f"{active.peer.id}: {error}"))
 
-        def on_end(error: LinkError | None) -> None:
-            if error is not None:
-                self._do(active, active.pull.prefill_failed(f"{active.peer.id}: {error}"))
-
-        try:
-            active.call = self._client.open(
-                active.request, peer=active.peer.id, timeout_s=PREFILL_DEADLINE_S, on_item=on_item, on_end=on_end
-            )
-        except NoPeer as error:
-            self._do(active, active.pull.prefill_failed(str(error)))
+        active.call = self._caller.ask(
+            active.request, active.peer.id, on_item=lambda item: self._told(active, item), on_failure=on_failure
+        )
 
     def _told(self, active: _Active, item: Any) -> None:
         """Prefill said where it stands, by itself or when asked."""
@@ -286,13 +265,7 @@ class Puller:
                 self._metrics.lease_lost()
             self._do(active, active.pull.lease_answered(held, sent_at=sent_at, now=time.monotonic()))
 
-        request = LeaseRenew(active.request.id, active.request.lease_ms)
-        self._once(
-            active.peer.id,
-            request,
-            on_reply=lambda reply: answered(isinstance(reply, LeaseState) and reply.held),
-            on_failure=lambda error: answered(None),
-        )
+        self._caller.renew(active.request, active.peer.id, answered)
 
     def _poll(self, active: _Active) -> None:
         def on_reply(reply: Any) -> None:
@@ -302,7 +275,7 @@ class Puller:
         def on_failure(error: LinkError) -> None:
             self._do(active, active.pull.poll_failed(f"{active.peer.id} does not say where it stands: {error}"))
 
-        self._once(active.peer.id, PrefillPoll(active.request.id), on_reply=on_reply, on_failure=on_failure)
+        self._caller.poll(active.request.id, active.peer.id, on_reply=on_reply, on_failure=on_failure)
 
     def _resume(self, active: _Active) -> None:
         if not self._rules.overlap:
@@ -312,37 +285,5 @@ class Puller:
         self._resume(active)  # steps wait for a READ, not for one that was given up
         if active.call is None:
             return  # never asked
-        self._send_release(active.peer.id, active.request.id, RELEASE_TRIES)
+        self._caller.release(active.request.id, active.peer.id)
         active.call.cancel()
-
-    def _send_release(self, peer: str, attempt: str, tries: int) -> None:
-        def on_failure(error: LinkError) -> None:
-            if isinstance(error, NoPeer) or tries <= 1:
-                logger.info("release of %s did not reach %s, its lease will end: %s", attempt, peer, error)
-                return
-            loop = asyncio.get_running_loop()
-            loop.call_later(RELEASE_PAUSE_S, self._send_release, peer, attempt, tries - 1)
-
-        self._once(peer, LeaseRelease(attempt), on_reply=lambda reply: None, on_failure=on_failure)
-
-    def _once(
-        self,
-        peer: str,
-        request: LeaseRenew | LeaseRelease | PrefillPoll,
-        *,
-        on_reply: Callable[[Any], None],
-        on_failure: Callable[[LinkError], None],
-    ) -> None:
-        """Sends a request with one reply, without a task; exactly one of the two callbacks follows."""
-        replies: list[Any] = []
-
-        def on_end(error: LinkError | None) -> None:
-            if replies:
-                on_reply(replies[0])
-            else:
-                on_failure(error or LinkError(f"{peer} gave no answer"))
-
-        try:
-            self._client.open(request, peer=peer, timeout_s=self._rules.lease_s, on_item=replies.append, on_end=on_end)
-        except NoPeer as error:
-            on_failure(error)
