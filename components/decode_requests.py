@@ -17,10 +17,11 @@ from components.engine.outputs import Ended, Matched, Output, Reserved, StepRepo
 from components.exchange import Exchange
 from components.messages import TOKEN_BYTES, GenerateRequest, Load, PrefillRequest, Timing, TokenChunk
 from components.serving import Serving
+from components.transfer.actions import Finish
 from components.transfer.budget import Budget
 from components.transfer.metrics import TransferMetrics
 from components.transfer.peers import LinkedPrefill, PrefillPeers
-from components.transfer.pull import Finish, Prompt, PullRules
+from components.transfer.pull import Prompt, PullRules
 from components.transfer.puller import Puller, PullRecord
 from graph import Client, Context, LinkError, Refused, Stream
 

@@ -15,14 +15,15 @@ from typing import Any, Protocol
 import msgspec
 
 from components.messages import PrefillDone, PrefillProgress, PrefillRequest, TokenLogprobs
-from components.transfer import pull as pulls
+from components.transfer import actions
+from components.transfer.actions import Action
 from components.transfer.budget import Budget
 from components.transfer.caller import PrefillCaller
 from components.transfer.group import DriverGroup, RankPart
 from components.transfer.metrics import TransferMetrics
 from components.transfer.peers import LinkedPrefill
 from components.transfer.plan import Side, plan, whole_blocks
-from components.transfer.pull import Action, Prompt, Pull, PullRules
+from components.transfer.pull import TIMED_OUT, Prompt, Pull, PullRules
 from components.transfer.reads import ReadResult
 from graph import Call, Client, LinkError
 
@@ -49,7 +50,7 @@ class PullOwner(Protocol):
     def on_adopted(self, id: str, record: PullRecord) -> None:
         """The engine goes on after the first token, whose KV and predecessors' are here."""
 
-    def on_finished(self, id: str, record: PullRecord, finish: pulls.Finish) -> None:
+    def on_finished(self, id: str, record: PullRecord, finish: actions.Finish) -> None:
         """The first token ended the sequence; the engine's sequence is to be dropped."""
 
 
@@ -145,12 +146,12 @@ class Puller:
             self._do(active, active.pull.prefill_failed(f"prefill worker {peer} was lost"))
 
     def close(self) -> None:
-        """Ends all pulls."""
+        """Ends all actions."""
         for id in list(self._active):
             self.cancel(id)
 
-    def _do(self, active: _Active, actions: Sequence[Action]) -> None:
-        for action in actions:
+    def _do(self, active: _Active, decided: Sequence[Action]) -> None:
+        for action in decided:
             self._act(active, action)
         if active.pull.is_quiet and self._active.get(active.id) is active:
             del self._active[active.id]
@@ -160,33 +161,33 @@ class Puller:
 
     def _act(self, active: _Active, action: Action) -> None:
         match action:
-            case pulls.Ask():
+            case actions.Ask():
                 self._ask(active)
-            case pulls.Reserve():
+            case actions.Reserve():
                 self._engine.reserve(active.id)
-            case pulls.Read():
+            case actions.Read():
                 self._read(active, action)
-            case pulls.Renew():
+            case actions.Renew():
                 self._renew(active)
-            case pulls.Poll():
+            case actions.Poll():
                 self._poll(active)
-            case pulls.Adopt(token, logprobs):
+            case actions.Adopt(token, logprobs):
                 active.record.timeline.append(("adopted", time.monotonic() * 1e3))
                 self._metrics.remote(active.pull.have - active.pull.prompt.cached_tokens)
                 self._owner.on_adopted(active.id, active.record)
                 self._engine.adopt(active.id, token=token, logprobs=logprobs)
-            case pulls.Finish():
+            case actions.Finish():
                 self._metrics.remote(0)
                 self._owner.on_finished(active.id, active.record, action)
-            case pulls.Recompute(reason):
+            case actions.Recompute(reason):
                 logger.warning("request %s is prefilled here: %s", active.id, reason)
-                if reason == pulls.TIMED_OUT:
+                if reason == TIMED_OUT:
                     self._metrics.timed_out()
                 self._owner.on_local(active.id, reason)
                 self._engine.compute_locally(active.id)
-            case pulls.Release():
+            case actions.Release():
                 self._release(active)
-            case pulls.Settle():
+            case actions.Settle():
                 self._engine.settled([active.id])
 
     def _tick(self, active: _Active) -> None:
@@ -214,7 +215,7 @@ class Puller:
         elif isinstance(item, PrefillProgress):
             self._do(active, active.pull.progressed(item, now))
 
-    def _read(self, active: _Active, action: pulls.Read) -> None:
+    def _read(self, active: _Active, action: actions.Read) -> None:
         try:
             parts = self._parts(active, action)
         except ValueError as error:  # what prefill announced cannot be true
@@ -225,7 +226,7 @@ class Puller:
             self._engine.hold(active.id)
         self._drivers.read(parts, lambda result: self._read_ended(active, action, result))
 
-    def _parts(self, active: _Active, action: pulls.Read) -> list[RankPart]:
+    def _parts(self, active: _Active, action: actions.Read) -> list[RankPart]:
         """The READ's pieces for each pair of ranks; raises `ValueError` for blocks that are not there."""
         target = active.target
         assert target is not None
@@ -239,7 +240,7 @@ class Puller:
             for stop in (whole_blocks(to.way, action.stop),)
         ]
 
-    def _read_ended(self, active: _Active, action: pulls.Read, result: ReadResult) -> None:
+    def _read_ended(self, active: _Active, action: actions.Read, result: ReadResult) -> None:
         self._resume(active)
         record, now = active.record, time.monotonic()
         is_failed = result.error is not None
