@@ -82,12 +82,4 @@ class PrefillWorker(ExchangeWorker):
             case LeaseRelease():
                 stream.end(self._prompts.release(request.id))
             case KVHandshake():
-                self._shake_hands(request, self._exchange.handshake, stream)
-
-    def _shake_hands(self, theirs: KVHandshake, own: KVHandshake, stream: Stream) -> None:
-        from components.transfer.peers import check_handshake
-
-        check_handshake(theirs, own)
-        assert self._prompts is not None
-        self._prompts.greet(stream.peer, theirs.boot)
-        stream.end(own)
+                stream.end(self._prompts.shake_hands(request, stream.peer))

@@ -17,6 +17,7 @@ from components.engine.outputs import ChunkComputed, Ended, EngineRequest, Outpu
 from components.live import Live
 from components.messages import (
     TOKEN_BYTES,
+    KVHandshake,
     LeaseState,
     Load,
     PrefillDone,
@@ -28,6 +29,7 @@ from components.messages import (
 )
 from components.transfer.budget import Budget
 from components.transfer.lease import LeaseTable
+from components.transfer.peers import check_handshake
 from graph import Refused, Stream
 
 if TYPE_CHECKING:
@@ -137,8 +139,15 @@ class PrefillPrompts:
         """Ends a prompt, whatever its state. Idempotent."""
         return LeaseState(id, self._drop(id))
 
+    def shake_hands(self, theirs: KVHandshake, peer: str) -> KVHandshake:
+        """A decode worker tells who it is; answers in kind, or raises `Refused` if no KV can travel between the two."""
+        assert self._exchange is not None
+        check_handshake(theirs, self._exchange.handshake)
+        self.greet(peer, theirs.boot)
+        return self._exchange.handshake
+
     def greet(self, peer: str, boot: str) -> None:
-        """A decode worker shakes hands: if it is a new start of a known one, the old one's leases end."""
+        """A decode worker will read here: if it is a new start of a known one, the old one's leases end."""
         if self._boots.get(peer, boot) != boot:
             for id in self._leases.of_peer(peer):
                 self._drop(id)
