@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from components.engine.build import build_engine
 from components.engine.engine import Engine
 from components.engine.outputs import Ended, EngineRequest, Output, StepReport, StepTokens
+from components.live import Live
 from components.messages import (
     BLOCK_HASH_BYTES,
     BlocksCleared,
@@ -23,18 +24,18 @@ from components.messages import (
     GenerateRequest,
     Load,
     LoadChanged,
+    Role,
     Sampling,
     Stopping,
     Timing,
     TokenChunk,
     WorkerSnapshot,
     pack_ids,
-    unpack_ids,
 )
 from components.metrics import EngineMetrics
 from components.options import WorkerOptions
 from components.ranks.team import Team
-from graph import Context, Message, Publishes, Refused, Stream
+from graph import Context, Message, Publishes, Stream
 
 _CANARY_PRIORITY = 1 << 30
 _NO_PARENT = bytes(BLOCK_HASH_BYTES)
@@ -64,18 +65,16 @@ class Serving:
         options: WorkerOptions,
         context: Context,
         *,
-        role: Literal["worker", "prefill", "decode"],
+        role: Role,
         events: Publishes,
         watcher: Watcher | None = None,
     ) -> None:
         self._options = options
         self._context = context
-        self._role: Literal["worker", "prefill", "decode"] = role
+        self._role: Role = role
         self._events = events
         self._watcher = watcher
-        self._walks: dict[str, _Walk] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._walks: Live[_Walk] = Live("request")
         self._load = Load()
         self._parents: dict[bytes, bytes] = {}  # what the events told so far: hash -> the one before it
         self._canaries: dict[str, asyncio.Future[Output]] = {}
@@ -102,7 +101,7 @@ class Serving:
 
     async def drain(self) -> None:
         """Returns when no stream is open any more."""
-        await self._idle.wait()
+        await self._walks.drained()
 
     async def stop(self) -> None:
         """Ends what is still running as cancelled and frees the engine; also after a failed start."""
@@ -158,22 +157,9 @@ class Serving:
         self, request: GenerateRequest, stream: Stream, *, mode: Literal["generate", "remote"] = "generate"
     ) -> None:
         """Starts a request; its tokens go out on `stream`. Raises `Refused` for an id that is live already."""
-        if request.id in self._walks:
-            raise Refused(f"request {request.id} is already running here", code="duplicate_request")
-        self.engine.submit(
-            EngineRequest(
-                id=request.id,
-                tokens=unpack_ids(request.tokens),
-                num_prompt_tokens=request.num_prompt_tokens,
-                sampling=request.sampling,
-                stopping=request.stopping,
-                mode=mode,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-            )
-        )
-        self._walks[request.id] = _Walk(request, stream, self._context.id)
-        self._idle.clear()
+        self._walks.check_new(request.id)
+        self.engine.submit(EngineRequest.of(request, mode=mode))
+        self._walks.add(request.id, _Walk(request, stream, self._context.id))
         stream.on_cancel(lambda: self.engine.abort(request.id))
 
     def finish(self, output: StepTokens) -> None:
@@ -216,8 +202,7 @@ class Serving:
         if isinstance(output, StepTokens):
             self._send(walk, output)
         elif isinstance(output, Ended):
-            walk.stream.fail(output.error)
-            self._forget(output.id)
+            self._walks.fail(output)
 
     def _send(self, walk: _Walk, output: StepTokens) -> None:
         chunk = TokenChunk(
@@ -232,13 +217,7 @@ class Serving:
         if output.finish is None:
             walk.stream.send(chunk)
         else:
-            walk.stream.end(chunk)
-            self._forget(output.id)
-
-    def _forget(self, id: str) -> None:
-        del self._walks[id]
-        if not self._walks:
-            self._idle.set()
+            self._walks.remove(output.id).stream.end(chunk)
 
     def _remember(self, event: Message) -> None:
         match event:

@@ -143,13 +143,7 @@ class Endpoints:
         encoded = await self._encode(prompts, request.add_special_tokens)
         choices = self._choices(http, request, encoded)
         tokenize_ms = (self._clock() - started) * 1e3
-        options = request.stream_options
-        format = format_class(
-            request_id=http.id,
-            created=int(http.received_s),
-            model=self._model,
-            has_null_usage=request.stream and options.include_usage,
-        )
+        format = self._format(http, request, format_class)
         echoes = {c.plan.index: text for c in choices if (text := echo(prompts[c.plan.prompt]))}
 
         def headrace() -> Any:
@@ -163,8 +157,8 @@ class Endpoints:
                 format,
                 choices,
                 echoes=echoes,
-                includes_usage=options.include_usage,
-                counts_usage=options.continuous_usage_stats,
+                includes_usage=request.stream_options.include_usage,
+                counts_usage=request.stream_options.continuous_usage_stats,
                 headrace=headrace,
             )
             if replay(http.trail, choices, sink):
@@ -173,6 +167,16 @@ class Endpoints:
         with Meter(sink, self._metrics, choices, self._clock) as meter:
             await self._generator.generate(choices, meter)
         sink.close()
+
+    def _format(
+        self, http: HttpRequest, request: ChatRequest | CompletionRequest, format_class: type[Format]
+    ) -> Format:
+        return format_class(
+            request_id=http.id,
+            created=int(http.received_s),
+            model=self._model,
+            has_null_usage=request.stream and request.stream_options.include_usage,
+        )
 
     async def _encode(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[list[int]]:
         """The prompts as token ids; texts are encoded together, off the loop."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,9 @@ from graph.errors import LaunchError
 
 FEW_FILES = 8_192
 """Open files below which a busy ingress runs out of them: one for each connection."""
+
+_GPU_NAME = re.compile(r"\d+|GPU-[0-9a-fA-F-]+|MIG-[0-9a-zA-Z/-]+")
+"""An entry of `CUDA_VISIBLE_DEVICES`: an index, or a UUID, which may be cut short."""
 
 
 def raise_file_limit() -> int:
@@ -33,14 +38,24 @@ class Machine(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...] = ()
 
 
-def this_machine(environment: Mapping[str, str]) -> Machine:
-    """The machine as the launcher finds it; GPUs are those made visible, else those with a device file."""
+def this_machine(environment: Mapping[str, str], *, devices: Path = Path("/dev")) -> Machine:
+    """The machine as the launcher finds it; GPUs are those made visible, else as many as have a device file."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        found = sorted(p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*"))
+    if visible is None:  # CUDA counts from 0, also where a container shows /dev/nvidia3 alone
+        gpus = tuple(str(i) for i, _ in enumerate(devices.glob("nvidia[0-9]*")))
     else:
-        found = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
-    return Machine(len(os.sched_getaffinity(0)), tuple(found))
+        gpus = visible_gpus(visible)
+    return Machine(len(os.sched_getaffinity(0)), gpus)
+
+
+def visible_gpus(value: str) -> tuple[str, ...]:
+    """The GPUs that a value of `CUDA_VISIBLE_DEVICES` leaves visible.
+
+    CUDA's rules: the first entry that names no GPU ("-1", "NoDevFiles", nothing at all) hides itself and all
+    behind it, and a list that names a GPU twice hides them all.
+    """
+    names = tuple(takewhile(_GPU_NAME.fullmatch, (entry.strip() for entry in value.split(","))))
+    return names if len(set(names)) == len(names) else ()
 
 
 def cores_for(node: NodeView, view: GraphView, desired: Mapping[str, int], num_cores: int) -> int:

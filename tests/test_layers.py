@@ -23,7 +23,7 @@ LEVELS = {"messages": 0, "options": 0, "rules": 0, "model_cache": 0, "kv": 1, "e
 WORKERS = 3
 """What is not listed is the running worker's or the router's; peers of one level below never import each other."""
 
-ENDS = ({"router", "routing"}, {"prefill"}, {"decode"}, {"worker"})
+ENDS = ({"router", "routing"}, {"prefill", "prefill_prompts"}, {"decode", "decode_requests"}, {"worker"})
 """The ends of the token side: they meet in messages only."""
 
 OWNERS = {

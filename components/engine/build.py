@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from components.engine.engine import Engine, EngineConfig, StepReport
+from components.engine.engine import Engine, EngineConfig
 from components.engine.fake import FakeRunner
+from components.engine.outputs import StepReport
 from components.engine.parallel import Others, ParallelRunner, Place
 from components.engine.runner import Runner
 from components.options import WorkerOptions

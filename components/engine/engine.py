@@ -35,7 +35,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -43,17 +42,8 @@ import msgspec
 
 from components.engine.batch import assemble
 from components.engine.book import Book, Flight
-from components.engine.outputs import (
-    ChunkComputed,
-    Ended,
-    EngineRequest,
-    Matched,
-    Output,
-    Reserved,
-    StepReport,
-    StepStats,
-    StepTokens,
-)
+from components.engine.commands import Commands
+from components.engine.outputs import EngineRequest, StepReport, StepStats
 from components.engine.runner import Launched, Runner
 from components.engine.scheduler import Limits, Plan, schedule
 from components.engine.sequence import Phase
@@ -61,11 +51,6 @@ from components.engine.sequence import Sequence as SequenceState
 from components.kv.pool import BlockPool
 from components.messages import Load, TokenLogprobs
 from graph import LinkError, PeerFault, RequestCancelled
-
-__all__ = [
-    "ChunkComputed", "Ended", "Engine", "EngineConfig", "EngineRequest", "Matched", "Output", "Reserved", "StepReport",
-    "StepStats", "StepTokens",
-]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -110,11 +95,8 @@ class Engine:
             max_model_len=runner.max_model_len,
             max_waiting=config.max_waiting,
         )
-        self._commands: deque[Callable[[], None]] = deque()
-        self._awake = threading.Condition()
-        self._is_stopping = False
+        self._commands = Commands()
         self._holds: set[str] = set()
-        self._is_over = False  # no command is carried out any more
         self._failure: LinkError | None = None
         self._num_failures = 0  # failed steps in a row
         self._airborne: _Airborne | None = None  # the step that runs while the next is prepared
@@ -138,61 +120,50 @@ class Engine:
 
     def stop(self) -> None:
         """Ends every sequence as cancelled, after the running step, and closes the runner. Blocks; idempotent."""
-        with self._awake:
-            if self._is_stopping:
-                return
-            self._is_stopping = True
-            self._awake.notify()
+        if not self._commands.stop():
+            return
         if self._thread.ident is not None:
             self._thread.join()
         self.runner.close()
 
     def submit(self, request: EngineRequest) -> None:
         """Queues a sequence, whose id no live one may have. Raises once the engine has failed or stopped."""
-        if not self._command(partial(self._book.submit, request)):
+        if not self._commands.put(partial(self._book.submit, request)):
             raise self._failure or _stopping()
 
     def abort(self, id: str) -> None:
         """Ends the sequence in any state; idempotent, unknown ids are ignored."""
-        self._command(partial(self._book.abort, id))
+        self._commands.put(partial(self._book.abort, id))
 
     def compute_locally(self, id: str) -> None:
         """A matched, reserving or reserved sequence shall be computed here after all."""
-        self._command(partial(self._book.compute_locally, id))
+        self._commands.put(partial(self._book.compute_locally, id))
 
     def reserve(self, id: str) -> None:
         """A matched sequence shall wait for room for the rest of its prompt."""
-        self._command(partial(self._book.reserve, id))
+        self._commands.put(partial(self._book.reserve, id))
 
     def adopt(self, id: str, *, token: int, logprobs: TokenLogprobs | None) -> None:
         """All of the prompt's KV has arrived; `token` is the first output token, already chosen."""
-        self._command(partial(self._book.adopt, id, token=token, logprobs=logprobs))
+        self._commands.put(partial(self._book.adopt, id, token=token, logprobs=logprobs))
 
     def settled(self, ids: Sequence[str]) -> None:
         """No byte will land any more in what was lent to these sequences."""
-        self._command(partial(self._settle, tuple(ids)))
+        self._commands.put(partial(self._settle, tuple(ids)))
 
     def hold(self, id: str) -> None:
         """Lets no step begin until `resume(id)`; who calls it bounds the wait. Commands are still carried out."""
-        self._command(partial(self._holds.add, id))
+        self._commands.put(partial(self._holds.add, id))
 
     def resume(self, id: str) -> None:
         """Undoes `hold`. Idempotent."""
-        self._command(partial(self._holds.discard, id))
+        self._commands.put(partial(self._holds.discard, id))
 
     def release(self, id: str) -> None:
         """Unpins a held sequence; idempotent."""
-        self._command(partial(self._book.release, id))
+        self._commands.put(partial(self._book.release, id))
 
     # --- the thread
-
-    def _command(self, command: Callable[[], None]) -> bool:
-        """Queues a command; False if the thread will not get to it any more."""
-        with self._awake:
-            if not self._is_over:
-                self._commands.append(command)
-                self._awake.notify()
-            return not self._is_over
 
     def _settle(self, ids: tuple[str, ...]) -> None:
         for id in ids:
@@ -201,21 +172,21 @@ class Engine:
     def _run(self) -> None:
         try:
             is_idle = True
-            while self._wait(only_if=is_idle):
+            while self._commands.wait(only_if=is_idle) and self._failure is None:
                 is_idle = not self._turn()
             self._land_last()
             self._end(self._failure or _stopping())
         except Exception as error:  # a fault of the engine itself: its books cannot be trusted any more
             log.exception("the engine failed")
             self._failure = PeerFault(f"the engine failed: {type(error).__name__}: {error}")
-            self._close_commands()
+            self._commands.close()
             self._book.abandon(self._failure)
-            self._obey()
+            self._commands.obey()
             self._report()
 
     def _turn(self) -> bool:
         """One round: commands, plan, step. False if there was nothing to do."""
-        self._obey()
+        self._commands.obey()
         if self._holds:
             self._land_last()
             self._report()
@@ -233,17 +204,6 @@ class Engine:
         if not self.runner.is_overlapping:
             self._land_last()
         return bool(plan) or before is not None
-
-    def _wait(self, *, only_if: bool) -> bool:
-        """Sleeps until there is a command, if nothing can be done before; False once the engine shall end."""
-        with self._awake:
-            while only_if and not self._commands and not self._is_stopping:
-                self._awake.wait()
-        return not self._is_stopping and self._failure is None
-
-    def _obey(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
 
     def _launch(self, plan: Plan) -> _Airborne | None:
         """Starts the plan's work; a failure ends the sequences it concerns."""
@@ -310,15 +270,11 @@ class Engine:
 
     def _end(self, error: LinkError) -> None:
         """The last thing the thread does: every sequence still ends, in its one terminal output."""
-        self._close_commands()
-        self._obey()
+        self._commands.close()
+        self._commands.obey()
         for sequence in self._book.queues:
             self._book.fail(sequence, error)
         self._report()
-
-    def _close_commands(self) -> None:
-        with self._awake:
-            self._is_over = True
 
 
 def _stopping() -> RequestCancelled:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from components.engine.attention import PagedStep
 from components.engine.fuse import FoldedRotary, FusedLayer, RMSNorm
-from components.engine.kernels import rms_norm, rotary_write, silu_mul
+from components.engine.layer_kernels import rms_norm, rotary_write, silu_mul
 
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the sequence's length
 

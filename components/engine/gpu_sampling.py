@@ -1,4 +1,4 @@
-"""Sampling on the GPU without waiting for it: the choices of `sampling.py`, by the kernel in `kernels.py`."""
+"""Sampling on the GPU without waiting for it: the choices of `sampling.py`, by the kernel in `sampling_kernels.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from components.engine.kernels import draw
 from components.engine.runner import SampleRow
 from components.engine.sampling import is_greedy
+from components.engine.sampling_kernels import draw
 from components.engine.staging import Staging
 from components.messages import TokenLogprobs
 
@@ -21,7 +21,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def draw_settings(rows: Sequence[SampleRow], vocab_size: int) -> npt.NDArray[np.int64]:
-    """What the kernel needs to know of the rows that are not greedy, (drawn, 7); see `kernels.draw`."""
+    """What the kernel needs to know of the rows that are not greedy, (drawn, 7); see `sampling_kernels.draw`."""
     drawn = [(i, row.sampling, row.position) for i, row in enumerate(rows) if not is_greedy(row.sampling)]
     settings = np.empty((len(drawn), _COLUMNS), np.int64)
     seeds = np.array([s.seed & ((1 << 64) - 1) for _, s, _ in drawn], np.uint64)

@@ -15,8 +15,8 @@ import torch
 
 from components.engine.flash import FlashAttention, FlashDecode, Tables
 from components.engine.fused_cuda import CudaDecoder
-from components.engine.kernels import argmax
 from components.engine.runner import Batch
+from components.engine.sampling_kernels import argmax
 from components.engine.staging import Staging
 
 _FIELDS = 5  # ids, feeds, positions, slots, last lengths: each `max_batch` long; then cu_blocks and the blocks

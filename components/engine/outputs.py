@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
-from components.messages import FinishReason, Load, Sampling, Stopping, TokenLogprobs
+from components.messages import (
+    FinishReason,
+    GenerateRequest,
+    Load,
+    PrefillRequest,
+    Sampling,
+    Stopping,
+    TokenLogprobs,
+    unpack_ids,
+)
 from graph import LinkError, Message
+
+Mode = Literal["generate", "prefill", "remote"]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,9 +29,23 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     sampling: Sampling
     stopping: Stopping
-    mode: Literal["generate", "prefill", "remote"] = "generate"
+    mode: Mode = "generate"
     cache_salt: str | None = None
     priority: int = 0
+
+    @classmethod
+    def of(cls, request: GenerateRequest | PrefillRequest, *, mode: Mode) -> Self:
+        """The sequence that a request asks for."""
+        return cls(
+            id=request.id,
+            tokens=unpack_ids(request.tokens),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.sampling,
+            stopping=request.stopping,
+            mode=mode,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
 
 
 class StepTokens(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from components.kv.hashing import chain_hashes, root_hash
 from components.messages import Sampling
 
 if TYPE_CHECKING:
-    from components.engine.engine import EngineRequest
+    from components.engine.outputs import EngineRequest
 
 _SPARE = 64
 PENDING = -1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from components.messages import BLOCK_HASH_BYTES
-
-_TOKEN_BYTES = 4
+from components.messages import BLOCK_HASH_BYTES, TOKEN_BYTES
 
 
 def root_hash(cache_salt: str | None = None) -> bytes:
@@ -16,7 +14,7 @@ def root_hash(cache_salt: str | None = None) -> bytes:
 
 def chain_hashes(tokens: bytes, unit: int, *, parent: bytes) -> list[bytes]:
     """The hashes of the full units of `unit` tokens in `tokens` (int32 bytes), each over its parent and its tokens."""
-    size = unit * _TOKEN_BYTES
+    size = unit * TOKEN_BYTES
     hashes = []
     for start in range(0, len(tokens) - size + 1, size):
         parent = blake2b(parent + tokens[start : start + size], digest_size=BLOCK_HASH_BYTES).digest()

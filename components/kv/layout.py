@@ -14,9 +14,11 @@ def block_shape(layout: KVLayout) -> tuple[int, int, int, int, int]:
     return (heads, layout.num_layers, 2, layout.block_size, layout.head_dim)
 
 
+def head_bytes(layout: KVLayout) -> int:
+    """Bytes of one KV head in one block: all layers, K and V."""
+    return layout.num_layers * 2 * layout.block_size * layout.head_dim * ITEM_BYTES[layout.dtype]
+
+
 def block_bytes(layout: KVLayout) -> int:
-    """Bytes of one block of this rank: all its heads, all layers, K and V."""
-    size = ITEM_BYTES[layout.dtype]
-    for extent in block_shape(layout):
-        size *= extent
-    return size
+    """Bytes of one block of this rank: all its heads."""
+    return (layout.head_stop - layout.head_start) * head_bytes(layout)

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from components.routing.view import Role, WorkerView
+from components.messages import Role
+from components.routing.view import WorkerView
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from components.messages import Placement
+from components.messages import Placement, Role
 from components.routing.policies import Policy, Question
-from components.routing.view import Role, WorkerView
+from components.routing.view import WorkerView
 
 GENERATING: tuple[Role, ...] = ("decode", "worker")
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from components.messages import Load
-
-Role = Literal["worker", "prefill", "decode"]
+from components.messages import Load, Role
 
 
 class WorkerView(msgspec.Struct, frozen=True):

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from components.messages import Load, LoadChanged, WorkerSnapshot
+from components.messages import Load, LoadChanged, Role, WorkerSnapshot
 from components.routing import cost
 from components.routing.blocks import Blocks
-from components.routing.view import Role, WorkerView
+from components.routing.view import WorkerView
 
 PENDING_S = 0.5
 """How long a placement's prompt counts on its prefill worker before the worker's own reports tell."""

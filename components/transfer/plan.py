@@ -14,13 +14,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from components.kv.layout import ITEM_BYTES, block_bytes, head_bytes
 from components.messages import KVLayout
 from graph import GraphError
 
 Offsets = npt.NDArray[np.int64]
 BlockIds = npt.NDArray[np.int32]
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class LayoutMismatch(GraphError):
@@ -79,16 +78,6 @@ class Side(msgspec.Struct, frozen=True):
 
     block_ids: Sequence[int]
     first_token: int
-
-
-def head_bytes(layout: KVLayout) -> int:
-    """Bytes of one KV head in one block: all layers, K and V."""
-    return layout.num_layers * 2 * layout.block_size * layout.head_dim * ITEM_BYTES[layout.dtype]
-
-
-def block_bytes(layout: KVLayout) -> int:
-    """Bytes of one block of a rank's region."""
-    return (layout.head_stop - layout.head_start) * head_bytes(layout)
 
 
 def check_layouts(source: KVLayout, target: KVLayout) -> None:

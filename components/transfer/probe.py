@@ -17,9 +17,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from components.kv.layout import ITEM_BYTES, block_bytes
 from components.messages import KVLayout, RankRegion
 from components.transfer.agent import TransferError
-from components.transfer.plan import ITEM_BYTES, Pieces, Route, Side, block_bytes, plan
+from components.transfer.plan import Pieces, Route, Side, plan
 from components.transfer.reads import ReadResult, StartRead
 
 READ_TIMEOUT_S = 10.0

@@ -20,9 +20,21 @@ from enum import Enum
 
 import msgspec
 
-from components.messages import FinishReason, PrefillDone, PrefillProgress, TokenLogprobs, unpack_ids
+from components.messages import TOKEN_BYTES, FinishReason, PrefillDone, PrefillProgress, unpack_ids
+from components.transfer.actions import (
+    Action,
+    Adopt,
+    Ask,
+    Finish,
+    Poll,
+    Read,
+    Recompute,
+    Release,
+    Renew,
+    Reserve,
+    Settle,
+)
 
-ID_BYTES = 4
 TIMED_OUT = "the transfer exceeded kv_transfer_timeout_ms"
 
 
@@ -40,63 +52,6 @@ class Phase(Enum):
 
 
 ENDS = frozenset({Phase.ADOPTED, Phase.LOCAL, Phase.FINISHED, Phase.CANCELLED})
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """Send the `PrefillRequest`."""
-
-
-class Reserve(msgspec.Struct, frozen=True):
-    """Let the engine reserve room for all missing blocks."""
-
-
-class Read(msgspec.Struct, frozen=True):
-    """READ the KV of tokens [start, stop) from the announced blocks into the reserved ones."""
-
-    start: int
-    stop: int
-    source_ids: tuple[int, ...]
-    source_first: int
-
-
-class Renew(msgspec.Struct, frozen=True):
-    """Renew the lease; the answer comes back as `lease_answered`."""
-
-
-class Poll(msgspec.Struct, frozen=True):
-    """Ask prefill where it stands."""
-
-
-class Adopt(msgspec.Struct, frozen=True):
-    """All KV is here: let the engine go on after the first token."""
-
-    token: int
-    logprobs: TokenLogprobs | None
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """The first token ends the sequence: hand it out, drop the engine's sequence."""
-
-    token: int
-    logprobs: TokenLogprobs | None
-    reason: FinishReason
-
-
-class Recompute(msgspec.Struct, frozen=True):
-    """Let the engine prefill by itself."""
-
-    reason: str
-
-
-class Release(msgspec.Struct, frozen=True):
-    """Tell prefill that its blocks are not needed any more, and hang up."""
-
-
-class Settle(msgspec.Struct, frozen=True):
-    """No byte will land any more in what the engine lent."""
-
-
-Action = Ask | Reserve | Read | Renew | Poll | Adopt | Finish | Recompute | Release | Settle
 
 
 class PullRules(msgspec.Struct, frozen=True):
@@ -298,7 +253,7 @@ class Pull:
         return [Renew()]
 
     def _fault_in(self, progress: PrefillProgress) -> str | None:
-        if len(progress.block_ids) % ID_BYTES:
+        if len(progress.block_ids) % TOKEN_BYTES:
             return f"prefill announced {len(progress.block_ids)} bytes of block ids"
         if progress.num_tokens > self.prompt.num_tokens or not 0 <= progress.first_token <= self.prompt.cached_tokens:
             return (

@@ -9,36 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from components.messages import (
-    LeaseRelease,
-    LeaseRenew,
-    LeaseState,
-    PrefillDone,
-    PrefillPoll,
-    PrefillProgress,
-    PrefillRequest,
-    TokenLogprobs,
-)
-from components.transfer import pull as pulls
+from components.messages import PrefillDone, PrefillProgress, PrefillRequest, TokenLogprobs
+from components.transfer import actions
+from components.transfer.actions import Action
 from components.transfer.budget import Budget
+from components.transfer.caller import PrefillCaller
 from components.transfer.group import DriverGroup, RankPart
 from components.transfer.metrics import TransferMetrics
 from components.transfer.peers import LinkedPrefill
 from components.transfer.plan import Side, plan, whole_blocks
-from components.transfer.pull import Action, Prompt, Pull, PullRules
+from components.transfer.pull import TIMED_OUT, Prompt, Pull, PullRules
 from components.transfer.reads import ReadResult
-from graph import Call, Client, LinkError, NoPeer
-
-PREFILL_DEADLINE_S = 3600.0
-"""Bound of one remote prefill; its liveness is watched by polls, which have deadlines of their own."""
-
-RELEASE_TRIES = 3
-RELEASE_PAUSE_S = 0.2
+from graph import Call, Client, LinkError
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +50,7 @@ class PullOwner(Protocol):
     def on_adopted(self, id: str, record: PullRecord) -> None:
         """The engine goes on after the first token, whose KV and predecessors' are here."""
 
-    def on_finished(self, id: str, record: PullRecord, finish: pulls.Finish) -> None:
+    def on_finished(self, id: str, record: PullRecord, finish: actions.Finish) -> None:
         """The first token ended the sequence; the engine's sequence is to be dropped."""
 
 
@@ -111,7 +98,7 @@ class Puller:
         metrics: TransferMetrics,
     ) -> None:
         self._engine = engine
-        self._client = client
+        self._caller = PrefillCaller(client, answer_s=rules.lease_s)
         self._drivers = drivers
         self._owner = owner
         self._rules = rules
@@ -159,12 +146,12 @@ class Puller:
             self._do(active, active.pull.prefill_failed(f"prefill worker {peer} was lost"))
 
     def close(self) -> None:
-        """Ends all pulls."""
+        """Ends all actions."""
         for id in list(self._active):
             self.cancel(id)
 
-    def _do(self, active: _Active, actions: Sequence[Action]) -> None:
-        for action in actions:
+    def _do(self, active: _Active, decided: Sequence[Action]) -> None:
+        for action in decided:
             self._act(active, action)
         if active.pull.is_quiet and self._active.get(active.id) is active:
             del self._active[active.id]
@@ -174,33 +161,33 @@ class Puller:
 
     def _act(self, active: _Active, action: Action) -> None:
         match action:
-            case pulls.Ask():
+            case actions.Ask():
                 self._ask(active)
-            case pulls.Reserve():
+            case actions.Reserve():
                 self._engine.reserve(active.id)
-            case pulls.Read():
+            case actions.Read():
                 self._read(active, action)
-            case pulls.Renew():
+            case actions.Renew():
                 self._renew(active)
-            case pulls.Poll():
+            case actions.Poll():
                 self._poll(active)
-            case pulls.Adopt(token, logprobs):
+            case actions.Adopt(token, logprobs):
                 active.record.timeline.append(("adopted", time.monotonic() * 1e3))
                 self._metrics.remote(active.pull.have - active.pull.prompt.cached_tokens)
                 self._owner.on_adopted(active.id, active.record)
                 self._engine.adopt(active.id, token=token, logprobs=logprobs)
-            case pulls.Finish():
+            case actions.Finish():
                 self._metrics.remote(0)
                 self._owner.on_finished(active.id, active.record, action)
-            case pulls.Recompute(reason):
+            case actions.Recompute(reason):
                 logger.warning("request %s is prefilled here: %s", active.id, reason)
-                if reason == pulls.TIMED_OUT:
+                if reason == TIMED_OUT:
                     self._metrics.timed_out()
                 self._owner.on_local(active.id, reason)
                 self._engine.compute_locally(active.id)
-            case pulls.Release():
+            case actions.Release():
                 self._release(active)
-            case pulls.Settle():
+            case actions.Settle():
                 self._engine.settled([active.id])
 
     def _tick(self, active: _Active) -> None:
@@ -208,19 +195,12 @@ class Puller:
         self._do(active, active.pull.ticked(time.monotonic()))
 
     def _ask(self, active: _Active) -> None:
-        def on_item(item: Any) -> None:
-            self._told(active, item)
+        def on_failure(error: LinkError) -> None:
+            self._do(active, active.pull.prefill_failed(f"{active.peer.id}: {error}"))
 
-        def on_end(error: LinkError | None) -> None:
-            if error is not None:
-                self._do(active, active.pull.prefill_failed(f"{active.peer.id}: {error}"))
-
-        try:
-            active.call = self._client.open(
-                active.request, peer=active.peer.id, timeout_s=PREFILL_DEADLINE_S, on_item=on_item, on_end=on_end
-            )
-        except NoPeer as error:
-            self._do(active, active.pull.prefill_failed(str(error)))
+        active.call = self._caller.ask(
+            active.request, active.peer.id, on_item=lambda item: self._told(active, item), on_failure=on_failure
+        )
 
     def _told(self, active: _Active, item: Any) -> None:
         """Prefill said where it stands, by itself or when asked."""
@@ -235,7 +215,7 @@ class Puller:
         elif isinstance(item, PrefillProgress):
             self._do(active, active.pull.progressed(item, now))
 
-    def _read(self, active: _Active, action: pulls.Read) -> None:
+    def _read(self, active: _Active, action: actions.Read) -> None:
         try:
             parts = self._parts(active, action)
         except ValueError as error:  # what prefill announced cannot be true
@@ -246,7 +226,7 @@ class Puller:
             self._engine.hold(active.id)
         self._drivers.read(parts, lambda result: self._read_ended(active, action, result))
 
-    def _parts(self, active: _Active, action: pulls.Read) -> list[RankPart]:
+    def _parts(self, active: _Active, action: actions.Read) -> list[RankPart]:
         """The READ's pieces for each pair of ranks; raises `ValueError` for blocks that are not there."""
         target = active.target
         assert target is not None
@@ -260,7 +240,7 @@ class Puller:
             for stop in (whole_blocks(to.way, action.stop),)
         ]
 
-    def _read_ended(self, active: _Active, action: pulls.Read, result: ReadResult) -> None:
+    def _read_ended(self, active: _Active, action: actions.Read, result: ReadResult) -> None:
         self._resume(active)
         record, now = active.record, time.monotonic()
         is_failed = result.error is not None
@@ -286,13 +266,7 @@ class Puller:
                 self._metrics.lease_lost()
             self._do(active, active.pull.lease_answered(held, sent_at=sent_at, now=time.monotonic()))
 
-        request = LeaseRenew(active.request.id, active.request.lease_ms)
-        self._once(
-            active.peer.id,
-            request,
-            on_reply=lambda reply: answered(isinstance(reply, LeaseState) and reply.held),
-            on_failure=lambda error: answered(None),
-        )
+        self._caller.renew(active.request, active.peer.id, answered)
 
     def _poll(self, active: _Active) -> None:
         def on_reply(reply: Any) -> None:
@@ -302,7 +276,7 @@ class Puller:
         def on_failure(error: LinkError) -> None:
             self._do(active, active.pull.poll_failed(f"{active.peer.id} does not say where it stands: {error}"))
 
-        self._once(active.peer.id, PrefillPoll(active.request.id), on_reply=on_reply, on_failure=on_failure)
+        self._caller.poll(active.request.id, active.peer.id, on_reply=on_reply, on_failure=on_failure)
 
     def _resume(self, active: _Active) -> None:
         if not self._rules.overlap:
@@ -312,37 +286,5 @@ class Puller:
         self._resume(active)  # steps wait for a READ, not for one that was given up
         if active.call is None:
             return  # never asked
-        self._send_release(active.peer.id, active.request.id, RELEASE_TRIES)
+        self._caller.release(active.request.id, active.peer.id)
         active.call.cancel()
-
-    def _send_release(self, peer: str, attempt: str, tries: int) -> None:
-        def on_failure(error: LinkError) -> None:
-            if isinstance(error, NoPeer) or tries <= 1:
-                logger.info("release of %s did not reach %s, its lease will end: %s", attempt, peer, error)
-                return
-            loop = asyncio.get_running_loop()
-            loop.call_later(RELEASE_PAUSE_S, self._send_release, peer, attempt, tries - 1)
-
-        self._once(peer, LeaseRelease(attempt), on_reply=lambda reply: None, on_failure=on_failure)
-
-    def _once(
-        self,
-        peer: str,
-        request: LeaseRenew | LeaseRelease | PrefillPoll,
-        *,
-        on_reply: Callable[[Any], None],
-        on_failure: Callable[[LinkError], None],
-    ) -> None:
-        """Sends a request with one reply, without a task; exactly one of the two callbacks follows."""
-        replies: list[Any] = []
-
-        def on_end(error: LinkError | None) -> None:
-            if replies:
-                on_reply(replies[0])
-            else:
-                on_failure(error or LinkError(f"{peer} gave no answer"))
-
-        try:
-            self._client.open(request, peer=peer, timeout_s=self._rules.lease_s, on_item=replies.append, on_end=on_end)
-        except NoPeer as error:
-            on_failure(error)

@@ -25,14 +25,8 @@ import results
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from components.engine.engine import (
-    Ended,
-    Engine,
-    EngineConfig,
-    EngineRequest,
-    StepReport,
-    StepTokens,
-)
+from components.engine.engine import Engine, EngineConfig
+from components.engine.outputs import Ended, EngineRequest, StepReport, StepTokens
 from components.engine.torch_runner import TorchRunner
 from components.messages import Sampling, Stopping
 from components.model_cache import resolve_model

@@ -38,6 +38,16 @@ async def test_without_a_backend_an_aggregated_request_is_served():
         assert two.decode_context.metric("local_prefills_total", reason="disabled") == 1
 
 
+async def test_without_a_backend_a_cancelled_request_is_forgotten():
+    async with pair(cache_transceiver_config=OFF) as two:
+        call = two.open(two.request(make_prompt(40), 100_000, prefill=None))
+        await until(lambda: two.decode._requests._walks)
+
+        call.cancel()
+
+        await until(lambda: not two.decode._requests._walks)
+
+
 async def test_a_prefill_worker_without_a_backend_is_no_silent_local_prefill():
     async with pair(started=False) as two:
         two.prefill = make_prefill(cache_transceiver_config=OFF)

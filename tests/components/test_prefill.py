@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from components.engine.outputs import ChunkComputed, Ended
 from components.messages import PrefillDone, PrefillProgress, PrefillRequest, Sampling, Stopping, pack_ids, unpack_ids
-from components.prefill import Prompts
+from components.prefill_prompts import PrefillPrompts
 from components.transfer.metrics import LeaseMetrics
 from graph import Overloaded, Refused, RequestCancelled
 
@@ -72,7 +72,7 @@ class Desk:
 
     def __init__(self, **engine):
         self.metrics = CollectorRegistry()
-        self.prompts = Prompts(metrics=LeaseMetrics(self.metrics))
+        self.prompts = PrefillPrompts(metrics=LeaseMetrics(self.metrics))
         self.engine = FakeEngine(**engine)
         self.prompts.attach(self.engine, None)
 
@@ -175,7 +175,7 @@ async def test_a_cancel_before_the_first_announcement_ends_it_at_once():
 
 
 async def test_a_cancel_after_an_announcement_waits_for_the_release(monkeypatch):
-    monkeypatch.setattr("components.prefill.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("components.prefill_prompts.CANCEL_GRACE_S", 0.05)
     desk = Desk()
     streams = [desk.begin("a", lease_ms=60_000), desk.begin("b", lease_ms=60_000)]
     desk.chunk("a")

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from components.engine.engine import Ended, Engine, EngineConfig, EngineRequest, StepReport, StepTokens
+from components.engine.engine import Engine, EngineConfig
+from components.engine.outputs import Ended, EngineRequest, StepReport, StepTokens
 from components.engine.torch_runner import make_torch_runner
 from components.messages import Sampling, Stopping
 from components.options import WorkerOptions

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
+from components.kv.layout import block_bytes
 from components.messages import (
     PREFILL_REPLIES,
     PREFILL_REQUESTS,
@@ -55,7 +56,7 @@ from components.transfer.group import DriverGroup
 from components.transfer.metrics import TransferMetrics
 from components.transfer.nixl import NixlAgent
 from components.transfer.peers import LinkedPrefill, RankRoute
-from components.transfer.plan import Pieces, Side, block_bytes, plan, route
+from components.transfer.plan import Pieces, Side, plan, route
 from components.transfer.probe import Speed, prepare
 from components.transfer.pull import Prompt, PullRules
 from components.transfer.puller import Puller

@@ -9,9 +9,9 @@ import time
 import numpy as np
 import pytest
 
-from components.engine.engine import Ended, Engine, EngineConfig, EngineRequest, Output, StepReport, StepTokens
+from components.engine.engine import Engine, EngineConfig
 from components.engine.fake import FakeRunner, fake_generate
-from components.engine.outputs import ChunkComputed, Reserved
+from components.engine.outputs import ChunkComputed, Ended, EngineRequest, Output, Reserved, StepReport, StepTokens
 from components.engine.runner import Batch, Launched, Sampled
 from components.messages import Sampling, Stopping
 from components.options import FakeEngine

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from components.messages import Role
 from components.routing import cost
 from components.routing.policies import Question, kv
-from components.routing.view import Role, WorkerView
+from components.routing.view import WorkerView
 
 ROLES: list[Role] = ["worker", "prefill", "decode"]
 

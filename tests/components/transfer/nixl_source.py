@@ -12,11 +12,11 @@ import sys
 import msgspec
 import numpy as np
 
+from components.kv.layout import block_bytes
 from components.messages import KVLayout
 from components.transfer.agent import LocalRegion
 from components.transfer.driver import TransferDriver
 from components.transfer.nixl import NixlAgent
-from components.transfer.plan import block_bytes
 
 LAYOUT = KVLayout("smollm2", "bfloat16", 16, 30, 3, 64, 0, 3)  # the default model: 23 KiB per token
 

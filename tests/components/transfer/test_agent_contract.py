@@ -8,11 +8,12 @@ import time
 import numpy as np
 import pytest
 
+from components.kv.layout import block_bytes
 from components.messages import KVLayout
 from components.transfer.agent import LocalRegion, TransferError
 from components.transfer.memory import Faults, MemoryAgent
 from components.transfer.nixl import NixlAgent
-from components.transfer.plan import Side, block_bytes, plan, route
+from components.transfer.plan import Side, plan, route
 
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 NUM_BLOCKS = 8

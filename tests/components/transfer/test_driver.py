@@ -8,11 +8,12 @@ import threading
 import numpy as np
 import pytest
 
+from components.kv.layout import block_bytes
 from components.messages import KVLayout
 from components.transfer.agent import LocalRegion, TransferError
 from components.transfer.driver import TransferDriver
 from components.transfer.memory import Faults, MemoryAgent
-from components.transfer.plan import Side, block_bytes, plan, route
+from components.transfer.plan import Side, plan, route
 
 LAYOUT = KVLayout("m", "float16", 4, 1, 1, 4, 0, 1)
 WAY = route(LAYOUT, LAYOUT)

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from nixl_source import LAYOUT, pattern
 
+from components.kv.layout import block_bytes
 from components.messages import RankRegion
 from components.transfer.agent import LocalRegion
 from components.transfer.driver import TransferDriver
 from components.transfer.nixl import NixlAgent
-from components.transfer.plan import Side, block_bytes, plan, route
+from components.transfer.plan import Side, plan, route
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 

@@ -380,7 +380,7 @@ async def test_duplicate_releases_and_ids_do_no_harm():
         prompt = make_prompt(64)
         await two.generate(prompt)
         release = two.releases()[0]
-        client = two.decode._requests._puller._client
+        client = two.decode._requests._puller._caller._client
 
         assert (await client.call(release, peer="prefill/0", timeout_s=2)).held is False
         assert (await client.call(LeaseRelease("never"), peer="prefill/0", timeout_s=2)).held is False

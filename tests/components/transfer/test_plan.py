@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.engine.ranges import share_heads
+from components.kv.layout import block_bytes
 from components.messages import KVLayout
-from components.transfer.plan import LayoutMismatch, Side, block_bytes, cover, plan, route, whole_blocks
+from components.transfer.plan import LayoutMismatch, Side, cover, plan, route, whole_blocks
 
 
 def make_layout(block_size=4, heads=(0, 3), num_kv_heads=3, **changes):

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from transfer_pair import make_prompt, oracle, pair, until
 
+from components.kv.layout import block_bytes
 from components.messages import KVLayout
 from components.transfer import probe
 from components.transfer.agent import LocalRegion, TransferError
 from components.transfer.driver import TransferDriver
 from components.transfer.memory import Faults, MemoryAgent
-from components.transfer.plan import block_bytes, route
+from components.transfer.plan import route
 from components.transfer.probe import ProbeTimeout, Speed, likely_cause, prepare
 
 NUM_BLOCKS = 3

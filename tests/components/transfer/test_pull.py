@@ -7,23 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.messages import PrefillDone, PrefillProgress, pack_ids
-from components.transfer.pull import (
-    ENDS,
-    Adopt,
-    Ask,
-    Finish,
-    Phase,
-    Poll,
-    Prompt,
-    Pull,
-    PullRules,
-    Read,
-    Recompute,
-    Release,
-    Renew,
-    Reserve,
-    Settle,
-)
+from components.transfer.actions import Adopt, Ask, Finish, Poll, Read, Recompute, Release, Renew, Reserve, Settle
+from components.transfer.pull import ENDS, Phase, Prompt, Pull, PullRules
 
 RULES = PullRules(lease_s=9.0, timeout_s=30.0, silence_s=2.0)
 TOTAL, CACHED, SIZE = 100, 32, 16
