@@ -28,6 +28,9 @@ from graph import Client, Context, LinkError, Refused, Stream
 if TYPE_CHECKING:
     from components.decode import DecodeOptions
 
+LINK_WAIT_S = 3.0
+"""How long a request waits for the first prefill worker's handshake; then its prompt is computed here."""
+
 
 class _Walk(msgspec.Struct):
     """What is noted of one request for its first and its last chunk."""
@@ -80,6 +83,7 @@ class DecodeRequests:
 
     def __init__(self, options: DecodeOptions) -> None:
         self._options = options
+        self._max_local = options.max_local_prefill_length
         self._walks: dict[str, _Walk] = {}
         self._attempts = count(1)
         self._load = Load()
@@ -90,6 +94,7 @@ class DecodeRequests:
     def attach(self, context: Context, serving: Serving) -> None:
         """Called once, before the first request."""
         self._serving = serving
+        self._spawn = context.spawn
         self._metrics = TransferMetrics(context.metrics)
         self._boot = context.boot
         self._block_size = serving.engine.runner.layout.block_size
@@ -123,12 +128,30 @@ class DecodeRequests:
         self._peers.follow()
 
     def begin(self, request: GenerateRequest, stream: Stream) -> None:
-        """Takes a request; raises `Refused` if it demands a remote prefill and no back end is set, here or there."""
+        """Takes a request; raises `Refused` if it demands a remote prefill and no back end is set, here or there.
+
+        While the first prefill worker is being linked, as in a graph that has just started, requests wait for it.
+        """
+        if self._peers is not None and self._peers.is_linking and _Walk(request).num_tokens > self._max_local:
+            self._spawn(self._begin_linked(request, stream, self._peers), name=f"wait for a link {request.id}")
+        else:
+            self._take(request, stream)
+
+    async def _begin_linked(self, request: GenerateRequest, stream: Stream, peers: PrefillPeers) -> None:
+        await peers.settle(LINK_WAIT_S)
+        if stream.is_closed:
+            return
+        try:
+            self._take(request, stream)
+        except LinkError as error:
+            stream.fail(error)
+
+    def _take(self, request: GenerateRequest, stream: Stream) -> None:
         walk = _Walk(request)
         has_peer = self._peers is not None and self._peers.usable(request.prefill) is not None
         if not has_peer and request.prefill is not None and self._is_disabled(request.prefill):
             raise Refused(rules.DISABLED, code=rules.DISABLED_CODE)
-        is_remote = has_peer and walk.num_tokens > self._options.max_local_prefill_length
+        is_remote = has_peer and walk.num_tokens > self._max_local
         self._serving.generate(request, stream, mode="remote" if is_remote else "generate")
         self._walks[request.id] = walk
         if not is_remote:
@@ -214,7 +237,7 @@ class DecodeRequests:
         if told is not None:  # what was just asked may not be in what the peer told
             there = Queue(max(told.tokens, self._puller.tokens_asked(peer.id)), told.tokens_per_s)
         here = Queue(self._load.prefill_tokens, self._pace.tokens_per_s)
-        return choose(uncached_tokens, max_local=self._options.max_local_prefill_length, here=here, there=there)
+        return choose(uncached_tokens, max_local=self._max_local, here=here, there=there)
 
     def _is_disabled(self, prefill: str) -> bool:
         """Whether KV transfer is switched off on this worker, or on that prefill worker."""
@@ -225,7 +248,7 @@ class DecodeRequests:
 
     def _note_local(self, walk: _Walk, choice: Choice | None = None) -> None:
         """Books why a prompt is prefilled here."""
-        choice = choice or short_prompt(self._options.max_local_prefill_length)
+        choice = choice or short_prompt(self._max_local)
         word, reason = choice.word, choice.reason
         if self._peers is None:
             word, reason = "disabled", "no transfer backend is set"

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -90,6 +91,7 @@ class PrefillPeers:
         self._boots: dict[str, str] = {}
         self._refusals: dict[str, GraphError] = {}
         self._queues: dict[str, PrefillQueue] = {}
+        self._news = asyncio.Event()  # one for each change: set, and replaced
 
     def follow(self) -> None:
         """Starts to follow the client's peers."""
@@ -100,6 +102,19 @@ class PrefillPeers:
         if preferred is not None and preferred in self._linked:
             return self._linked[preferred]
         return next(iter(self._linked.values()), None)
+
+    @property
+    def is_linking(self) -> bool:
+        """Whether none is linked yet and a handshake is under way."""
+        known = self._linked.keys() | self._refusals.keys()
+        return not self._linked and not known.issuperset(self._boots)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Returns when one is linked, or no handshake is under way any more, or the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.is_linking:
+                    await self._news.wait()
 
     def queue(self, id: str) -> PrefillQueue | None:
         """How long the queue of a prefill worker is, as it told last."""
@@ -120,6 +135,10 @@ class PrefillPeers:
                 self._boots[peer.id] = peer.boot
                 self._spawn(self._link(peer), name=f"handshake {peer.id}")
 
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
     def _drop(self, id: str) -> None:
         del self._boots[id]
         self._refusals.pop(id, None)
@@ -128,6 +147,7 @@ class PrefillPeers:
         if linked is not None:
             self._disconnect(linked.routes)
         self._on_lost(id)
+        self._tell()
 
     def _disconnect(self, routes: Iterable[RankRoute]) -> None:
         for agent in dict.fromkeys(route.agent for route in routes):
@@ -188,6 +208,7 @@ class PrefillPeers:
             return
         num_blocks = min(region.num_blocks - (region.probe_block is not None) for region in theirs.ranks)
         self._linked[peer.id] = LinkedPrefill(peer.id, theirs.boot, routes, num_blocks)
+        self._tell()
         logger.info("linked to prefill worker %s", peer.id)
         self._follow_queue(peer)
 
@@ -207,4 +228,5 @@ class PrefillPeers:
     def _refuse(self, peer: Peer, error: GraphError) -> None:
         if self._boots.get(peer.id) == peer.boot:
             self._refusals[peer.id] = error
+            self._tell()
         logger.error("prefill worker %s cannot be used: %s", peer.id, error)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from transfer_pair import Prefill, make_prompt, oracle, pair, until
 
-from components import rules
+from components import decode_requests, rules
+from components.messages import KVHandshake
 from components.options import CacheTransceiverConfig, DisaggOptions, FakeEngine
 from graph import Refused
 
@@ -101,6 +102,37 @@ async def test_a_restarted_prefill_worker_is_used_again_under_its_new_boot():
         await two.until_clean()
         await old.stop()
         await old_context.links.close()
+
+
+async def test_a_request_waits_for_the_first_prefill_worker_that_is_being_linked():
+    async with pair(started=False) as two:
+        await two.start_prefill(is_usable=False)
+        assert two.decode._requests._peers.is_linking
+        prompt = make_prompt(64)
+
+        answer = await two.generate(prompt)
+
+        assert answer.tokens == oracle(prompt)
+        assert answer.timing.mode == "remote"
+
+
+async def test_a_link_that_does_not_come_is_not_waited_for_longer_than_its_time(monkeypatch):
+    monkeypatch.setattr(decode_requests, "LINK_WAIT_S", 0.2)
+    async with pair(started=False) as two:
+        two.prefill.loses[KVHandshake] = 100
+        await two.start_prefill(is_usable=False)
+        await until(lambda: two.decode._requests._peers.is_linking)
+        prompt = make_prompt(64)
+        left = two.open(two.request(prompt, 100_000))
+        left.cancel()
+
+        answer = await two.generate(prompt)
+
+        assert answer.tokens == oracle(prompt)
+        assert answer.timing.mode == "local"
+        assert not two.decode._requests._walks
+        two.vanish("prefill/0")
+        assert not two.decode._requests._peers.is_linking
 
 
 async def test_the_output_so_far_of_a_moved_request_is_pulled_as_well():
