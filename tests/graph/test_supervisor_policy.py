@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from graph import Calls, Component, DeclarationError, EdgeView, GraphView, LaunchError, Message, NodeView, Serves
 from graph.policy import Backoff, drain_order, free_indexes, plan_scale, split_replica
-from graph.resources import GpuPool, cores_for, thread_environment
+from graph.resources import GpuPool, cores_for, this_machine, thread_environment
 
 
 class Ask(Message, frozen=True, array_like=True, tag=True):
@@ -144,6 +146,45 @@ def test_gpus_are_exclusive_whole_and_shared_in_parts() -> None:
     pool.give_back("a/0")
     pool.give_back("a/0")
     assert pool.take("a/1", 1) == ("0",)
+
+
+def test_ranks_have_a_gpu_each_and_may_share_them_with_other_replicas() -> None:
+    pool = GpuPool(("0", "1"))
+
+    assert pool.take("decode/0", 0.5) == ("0",)
+    assert pool.take("prefill/0", 0.5, ranks=2) == ("0", "1")
+    with pytest.raises(LaunchError, match="for each of 2 ranks"):
+        pool.take("prefill/1", 0.5, ranks=2)
+    assert pool.take("decode/1", 0.5) == ("1",)
+    pool.give_back("prefill/0")
+    with pytest.raises(LaunchError, match="1 GPUs for each of 2 ranks"):
+        pool.take("whole/0", 1, ranks=2)
+    pool.give_back("decode/0")
+    pool.give_back("decode/1")
+    assert pool.take("whole/0", 1, ranks=2) == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("0", ("0",)),
+        ("3,1", ("3", "1")),
+        (" GPU-a , GPU-b ", ("GPU-a", "GPU-b")),
+        ("", ()),
+        ("-1", ()),
+        ("1,-1,0", ("1",)),
+    ],
+)
+def test_visible_gpus_are_named_as_cuda_names_them(visible: str, gpus: tuple[str, ...]) -> None:
+    assert this_machine({"CUDA_VISIBLE_DEVICES": visible}).gpus == gpus
+
+
+def test_gpus_are_numbered_from_zero_whatever_their_device_files_are_called(tmp_path: Path) -> None:
+    for name in ("nvidia3", "nvidia5", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+
+    assert this_machine({}, tmp_path).gpus == ("0", "1")
+    assert this_machine({}, tmp_path / "none").gpus == ()
 
 
 def test_no_gpu_at_all_leaves_the_choice_to_the_component() -> None:
