@@ -47,7 +47,8 @@ def measure(setting: Setting, pair: Pair, chunk: int, report: dict[str, Any]) ->
         for name in expected:
             report[name] = compared(expected[name], found[name])
         report["hand_overs"] = [hand_over(answer) for answer in found["one_by_one"] if _mode(answer) == "remote"]
-        report["transport_errors"] = graph.metric("headrace_transfer_errors_total")
+        report["transport_errors"] = graph.metric("headrace_kv_transport_errors_total")
+        report["link_gb_s"] = graph.metric("headrace_kv_link_bytes_per_second") / 1e9
         setting.save()
 
 
@@ -76,6 +77,7 @@ def compared(expected: list[Answer], found: list[Answer]) -> dict[str, Any]:
     differing = [row for row in rows if "error" not in row]
     return {
         "answers": len(expected),
+        "words": sum(len(answer.text.split()) for answer in expected),
         "failed": len(rows) - len(differing),
         "same": len(expected) - len(rows),
         "near_ties": sum(row["gap"] is not None and row["gap"] < NEAR_TIE for row in differing),
@@ -122,7 +124,10 @@ def line(report: dict[str, Any]) -> str:
     lines = []
     for name in ("one_by_one", "all_at_once"):
         found = report.get(name, {})
-        lines.append(f"{name}: {found.get('same')} of {found.get('answers')} the same; {found.get('differences')}")
+        lines.append(
+            f"{name}: {found.get('same')} of {found.get('answers')} answers ({found.get('words')} words) the same"
+        )
+        lines += [f"  {difference}" for difference in found.get("differences", [])]
     rows = report.get("hand_overs", [])
     lines += [" ".join(f"{name} {value:.1f}" for name, value in row.items()) for row in rows]
     late = [row["prefill_to_decode"] - row["last_read"] for row in rows if "last_read" in row]

@@ -11,6 +11,9 @@ from load_figures import figures, poisson, random_prompt
 from served import Served, Setting, serving
 
 WARM_S = 3.0
+SATURATED_SHARE = 0.1
+"""A graph that serves no larger part of a rate well is not asked for more."""
+
 GRACE_S = 12.0
 """How long the requests of a window may take to end after it."""
 
@@ -60,9 +63,12 @@ def measure(
                     if setting.is_over:
                         report.setdefault("left_out", []).append(f"{name} {shape.name} at {rate:g}")
                         continue
-                    row = {"graph": name, "shape": shape.name, "rate": rate}
-                    report["rows"].append(row | _window(setting, graph, shape, rate, window_s))
+                    row: dict[str, Any] = {"graph": name, "shape": shape.name, "rate": rate}
+                    row |= _window(setting, graph, shape, rate, window_s)
+                    report["rows"].append(row)
                     setting.save()
+                    if row["goodput_per_s"] < SATURATED_SHARE * rate:
+                        break
 
 
 def _warm_up(setting: Setting, graph: Served, shapes: list[Shape]) -> None:
