@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -86,6 +87,10 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _end(number: int, _: object) -> None:
+    raise TimeoutError(f"told to end by {signal.Signals(number).name}")
+
+
 def main() -> int:
     """Prints the part's table; the JSON holds all."""
     args = parse()
@@ -109,6 +114,7 @@ def main() -> int:
             save=save,
         )
         failure = None
+        signal.signal(signal.SIGTERM, _end)  # so that the graph ends as well, and the figures so far are written
         try:
             run_part(setting, args, found)
         except Exception:  # whatever it was, the figures so far are worth having

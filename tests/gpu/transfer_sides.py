@@ -44,7 +44,8 @@ from graph.ports import Calls, Serves
 MAX_TOKENS = 8_192
 ORDERS = ("shuffled", "ascending")
 SOURCE_SEED, TARGET_SEED = 1, 2
-_START_TIMEOUT_S = 120
+_TOLD = "region: "
+_END_TIMEOUT_S = 20
 
 
 class Ports:
@@ -138,9 +139,10 @@ def source_process(device: str, block_size: int, address: str) -> Iterator[RankR
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            yield msgspec.json.decode(child.stdout.readline(), type=RankRegion)
+            told = next(line for line in child.stdout if line.startswith(_TOLD))  # UCX may warn before it
+            yield msgspec.json.decode(told.removeprefix(_TOLD), type=RankRegion)
             child.stdin.close()
-            child.wait(_START_TIMEOUT_S)
+            child.wait(_END_TIMEOUT_S)
         finally:
             child.kill()
 
@@ -164,7 +166,7 @@ async def serve_source(device: str, block_size: int, address: str) -> None:
         stream.end(PrefillDone(progress, 7, None, 0.0, 0.0))
 
     links.serve(Ports.serves, handle)
-    sys.stdout.write(msgspec.json.encode(region).decode() + "\n")
+    sys.stdout.write(_TOLD + msgspec.json.encode(region).decode() + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
     await driver.close()
