@@ -78,7 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=float, default=1.0, help="of each worker; 0.5 lets two share one")
     parser.add_argument("--streams", default="64,256")
     parser.add_argument("--pair", default="1,1", help="ranks of prefill and decode")
-    parser.add_argument("--max-len", type=int, default=10_240)
+    parser.add_argument("--max-len", type=int, default=32_768, help="longest sequence")
     parser.add_argument("--chunk", type=int, default=2_048, help="tokens of a step in `equal`")
     parser.add_argument("--graphs", default="agg,disagg")
     parser.add_argument("--rates", default="4000/200:1,4,7,10,13;1000/500:4,12,20,28")

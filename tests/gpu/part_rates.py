@@ -39,10 +39,12 @@ class Shape(msgspec.Struct, frozen=True):
 
 GRAPHS: dict[str, tuple[str, tuple[str, ...], dict[str, object]]] = {
     "agg": ("graph/agg.py", ("worker",), {"worker.replicas": 2}),
+    "agg-2048": ("graph/agg.py", ("worker",), {"worker.replicas": 2, "worker.max_num_batched_tokens": 2_048}),
     "disagg": ("graph/disagg.py", ("prefill", "decode"), {}),
     "disagg-strict": ("graph/disagg.py", ("prefill", "decode"), {"decode.watch_prefill_queue": False}),
 }
-"""What is compared, two GPUs each: file, workers, settings. "strict" never prefills on the decode GPU."""
+"""What is compared, two GPUs each: file, workers, settings. "strict" never prefills on the decode GPU; "2048" computes
+prompts in smaller chunks, between which decodes wait less."""
 
 
 def measure(
