@@ -92,8 +92,9 @@ class Bare:
         self._agent.deregister_memory(self._registered)
 
     def _pieces(self, blocks: list[int]) -> Any:
+        """The indices of the blocks' pieces, layer by layer: those of one block side by side would be merged again."""
         ids = np.array(blocks, np.int32)
-        return (ids[:, None] * self._per_block + np.arange(self._per_block, dtype=np.int32)).reshape(-1)
+        return (ids * self._per_block + np.arange(self._per_block, dtype=np.int32)[:, None]).reshape(-1)
 
 
 class PeerCopy:
