@@ -36,7 +36,7 @@ class Setting(msgspec.Struct, frozen=True):
     vocab_size: int
     max_len: int
     processors: int
-    sets: Mapping[str, str]  # of the command line, over all others
+    sets: Mapping[str, str]  # of the command line, over all others, for nodes that a graph has
     patience_s: float
     stop_s: float  # steady clock: no further step is begun after it
     save: Callable[[], None]
@@ -93,7 +93,9 @@ class Served:
 def serving(setting: Setting, file: str, sets: Mapping[str, object]) -> Iterator[Served]:
     """A graph of the setting's model; raises `NotServedError` with the ends of all logs if it does not start."""
     log = Path(f"/tmp/serve-{os.getpid()}.log")
-    sets = {"processor.replicas": setting.processors, **sets, **setting.sets}
+    nodes = {name.partition(".")[0] for name in sets} | {"frontend", "processor", "router"}
+    asked = {name: value for name, value in setting.sets.items() if name.partition(".")[0] in nodes}
+    sets = {"processor.replicas": setting.processors, **sets, **asked}
     began_s = time.monotonic()
     graph = start(str(ROOT / file), "--model", str(setting.model), sets=sets, log=log, command=COMMAND)
     try:
