@@ -98,6 +98,8 @@ class TorchRunner:
         }
         if not batch.samples:
             self._model.base_model(**inputs)
+            if self._device.type == "cuda":  # nothing is read back that would wait for the kernels
+                torch.cuda.current_stream(self._device).synchronize()
             return Sampled(np.empty(0, np.int32), ())
         last = batch.cu_seqlens_q[[row.row + 1 for row in batch.samples]] - 1
         kept = torch.from_numpy(last.astype(np.int64)).to(self._device)
