@@ -150,6 +150,11 @@ def _gpu_faults(view: GraphView, machine: Machine) -> Iterator[str]:
             f"the graph asks for {total:g} GPUs ({parts}) and there are {len(machine.gpus)}; "
             f"lower replicas, gpus or tp, such as --set {next(iter(asked))}.gpus=0.5"
         )
+        return
+    for name in asked:
+        needed = view.nodes[name].tp * max(1, int(view.nodes[name].gpus))
+        if 0 < len(machine.gpus) < needed:
+            yield f"node '{name}' needs {needed} GPUs at once and there are {len(machine.gpus)}; lower {name}.tp"
 
 
 def _cpu_warning(view: GraphView, machine: Machine) -> Iterator[str]:

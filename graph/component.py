@@ -245,6 +245,7 @@ class Context(Protocol):
     run_dir: Path  # this graph's private folder; gone when the graph ends
     num_cores: int  # CPU cores this replica may use, all its ranks together
     tp: int  # ranks of this replica; a component with more than one starts the others itself
+    gpu_share: float  # of each GPU that the process sees, what this replica may use
     listener: socket.socket | None  # bound by the supervisor, for a component with `listens`
     metrics: CollectorRegistry
     loop: asyncio.AbstractEventLoop

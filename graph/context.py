@@ -54,6 +54,7 @@ class ReplicaContext:
         self.run_dir = Path(spec.run_dir)
         self.num_cores = spec.num_cores
         self.tp = spec.tp
+        self.gpu_share = spec.gpu_share
         self.listener = None if spec.listener is None else socket.socket(fileno=spec.listener)
         self.metrics = metrics
         self.loop = loop

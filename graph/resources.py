@@ -85,15 +85,15 @@ class GpuPool:
         """GPUs on this machine, taken or not."""
         return len(self._free)
 
-    def take(self, replica: str, amount: float) -> tuple[str, ...] | None:
-        """The GPUs of `replica`; the same ones when asked again. None where the machine has no GPU at all.
+    def take(self, replica: str, amount: float, ranks: int = 1) -> tuple[str, ...] | None:
+        """The GPUs of `replica`, `amount` for each rank; the same ones when asked again. No two ranks share a GPU.
 
-        Raises `LaunchError` when there is not enough left.
+        None where the machine has no GPU at all. Raises `LaunchError` when there is not enough left.
         """
         if not self._free:
             return None
         if replica not in self._held:
-            self._held[replica] = self._choose(amount)
+            self._held[replica] = self._choose(amount, ranks)
             for gpu, share in self._held[replica].items():
                 self._free[gpu] -= share
         return tuple(self._held[replica])
@@ -103,20 +103,15 @@ class GpuPool:
         for gpu, share in self._held.pop(replica, {}).items():
             self._free[gpu] += share
 
-    def _choose(self, amount: float) -> dict[str, float]:
-        if amount < 1:
-            shared = [gpu for gpu, free in self._free.items() if amount <= free + 1e-6]
-            chosen = sorted(shared, key=lambda gpu: self._free[gpu])[:1] if amount else []
-            short = bool(amount) and not chosen
-        else:
-            chosen = [gpu for gpu, free in self._free.items() if free > 1 - 1e-6][: int(amount)]
-            short = len(chosen) < int(amount)
-        if short:
+    def _choose(self, amount: float, ranks: int) -> dict[str, float]:
+        share, count = min(amount, 1.0), max(1, int(amount)) * ranks if amount else 0
+        fitting = [gpu for gpu, free in self._free.items() if share <= free + 1e-6]
+        fullest = sorted(fitting, key=lambda gpu: self._free[gpu])[:count]
+        if len(fullest) < count:
+            each = f"{amount:g} GPUs" if ranks == 1 else f"{amount:g} GPUs for each of {ranks} ranks"
             left = ", ".join(f"{gpu}: {free:g}" for gpu, free in self._free.items())
-            raise LaunchError(
-                f"{amount:g} GPUs asked for, but of {self.num_gpus} there is left {left}; use fewer replicas"
-            )
-        return dict.fromkeys(chosen, min(amount, 1.0))
+            raise LaunchError(f"{each} asked for, but of {self.num_gpus} there is left {left}; use fewer replicas")
+        return {gpu: share for gpu in self._free if gpu in fullest}
 
 
 def thread_environment(num_cores: int) -> dict[str, str]:

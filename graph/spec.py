@@ -30,6 +30,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     targets: dict[str, dict[str, str]]
     num_cores: int
     tp: int = 1
+    gpu_share: float = 1.0  # of each GPU it sees
     parent_pid: int
     listener: int | None = None
 

@@ -270,10 +270,11 @@ class Supervisor:
             targets=targets_of(self.view, node.name),
             num_cores=num_cores,
             tp=node.tp,
+            gpu_share=min(1.0, node.gpus) or 1.0,
             parent_pid=os.getpid(),
         )
         environment = {"UCX_NET_DEVICES": "lo", **self._environment, **thread_environment(max(1, num_cores // node.tp))}
-        gpus = self.gpus.take(managed.id, node.gpus * node.tp)
+        gpus = self.gpus.take(managed.id, node.gpus, node.tp)
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             managed.gpus = gpus

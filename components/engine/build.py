@@ -33,6 +33,7 @@ def build_engine(
         num_threads=max(1, context.num_cores // context.tp),
         on_progress=context.progress,
         place=None if others is None else others.place,
+        gpu_share=context.gpu_share,
     )
     if others is not None:
         runner = ParallelRunner(runner, others)
@@ -54,9 +55,14 @@ def build_engine(
 
 
 def make_runner(
-    options: WorkerOptions, *, num_threads: int, on_progress: Callable[[str], None], place: Place | None = None
+    options: WorkerOptions,
+    *,
+    num_threads: int,
+    on_progress: Callable[[str], None],
+    place: Place | None = None,
+    gpu_share: float = 1.0,
 ) -> Runner:
-    """The runner that the options describe; with `place`, that of one rank."""
+    """The runner that the options describe; with `place`, that of one rank. `gpu_share` is its part of a GPU."""
     if options.engine == "fake":
         if place is not None:
             raise LaunchError("engine 'fake' has no ranks to divide its work among; set tp=1")
@@ -69,4 +75,6 @@ def make_runner(
         )
     from components.engine.torch_runner import make_torch_runner  # imports torch
 
-    return make_torch_runner(options, num_threads=num_threads, on_progress=on_progress, place=place)
+    return make_torch_runner(
+        options, num_threads=num_threads, on_progress=on_progress, place=place, gpu_share=gpu_share
+    )

@@ -18,10 +18,11 @@ from components.engine.flash import FlashAttention, FlashStep, Tables
 from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import LogprobCopy, draw_rows
 from components.engine.graphs import DecodeGraphs
+from components.engine.memory import num_pool_blocks
 from components.engine.runner import Batch, KVRegion, Launched, Sampled, SampleRow
 from components.engine.sampling import adjust
 from components.engine.staging import Staging
-from components.engine.torch_runner import Loaded, num_pool_blocks
+from components.engine.torch_runner import Loaded
 from components.kv.layout import ITEM_BYTES
 from components.messages import Sampling
 from components.options import WorkerOptions
@@ -49,7 +50,9 @@ class CudaRunner:
         self.vocab_size: int = config.vocab_size
         max_tokens = options.max_num_batched_tokens or GPU_BATCHED_TOKENS
         reserved = _reserved_bytes(config, loaded.layout.dtype, max_tokens, options.max_num_seqs)
-        self.num_blocks = num_pool_blocks(options, self.layout, device, reserved_bytes=reserved)
+        self.num_blocks = num_pool_blocks(
+            options, self.layout, device, gpu_share=loaded.gpu_share, reserved_bytes=reserved
+        )
         self._pool = KVPool(self.layout, self.num_blocks, device, num_spare=1)
         self._attention = FlashAttention(self._pool, config.num_attention_heads)
         max_blocks = options.max_num_seqs * -(-self.max_model_len // self.layout.block_size)

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -25,13 +24,13 @@ from components.engine.attention import KVPool, PagedStep, SdpaAttention, Shape
 from components.engine.collective import Ranks
 from components.engine.fuse import fuse_layers, pack_weights, should_pack
 from components.engine.loading import ATTENTION, fingerprint, kv_layout, load_config, load_model, resolve_dtype
+from components.engine.memory import num_pool_blocks
 from components.engine.parallel import Place
 from components.engine.ranges import Share
 from components.engine.runner import Batch, Done, KVRegion, Launched, Runner, Sampled
 from components.engine.sampling import sample
 from components.engine.shard import own_share, shard_model
 from components.engine.threads import mean_weights, step_threads
-from components.kv.layout import block_bytes
 from components.messages import KVLayout
 from components.model_cache import resolve_model
 from components.options import WorkerOptions
@@ -40,8 +39,6 @@ from graph import LaunchError
 log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-_CPU_POOL_BYTES = 2 << 30
-_CPU_POOL_SHARE = 0.25  # of the memory that is free at start
 _MALLOPT_KEEP = ((-3, 32 * _MIB), (-1, 1 << 30), (-2, 64 * _MIB))  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
 
 
@@ -55,6 +52,7 @@ class TorchRunner:
         num_threads: int | None = None,
         on_progress: Callable[[str], None] | None = None,
         place: Place | None = None,
+        gpu_share: float = 1.0,
         loaded: Loaded | None = None,
     ) -> None:
         """Loads the model unless it is given, and makes the pool.
@@ -63,12 +61,14 @@ class TorchRunner:
 
         Raises `LaunchError` with what to change.
         """
-        loaded = loaded or load(options, num_threads=num_threads, on_progress=on_progress, place=place)
+        loaded = loaded or load(
+            options, num_threads=num_threads, on_progress=on_progress, place=place, gpu_share=gpu_share
+        )
         self._model, self.model_config, self._ranks = loaded.model, loaded.config, loaded.ranks
         self.vocab_size: int = loaded.config.vocab_size
         self.max_model_len = loaded.max_model_len
         self.layout = loaded.layout
-        num_blocks = num_pool_blocks(options, self.layout, loaded.device)
+        num_blocks = num_pool_blocks(options, self.layout, loaded.device, gpu_share=loaded.gpu_share)
         self.num_blocks = num_blocks if self._ranks is None else self._ranks.least(num_blocks)
         self._pool = KVPool(self.layout, self.num_blocks, loaded.device)
         self._attention = SdpaAttention(self._pool)
@@ -103,6 +103,8 @@ class TorchRunner:
         }
         if not batch.samples:
             self._model.base_model(**inputs)
+            if self._device.type == "cuda":  # nothing is read back that would wait for the kernels
+                torch.cuda.current_stream(self._device).synchronize()
             return Sampled(np.empty(0, np.int32), ())
         last = batch.cu_seqlens_q[[row.row + 1 for row in batch.samples]] - 1
         kept = torch.from_numpy(last.astype(np.int64)).to(self._device)
@@ -125,9 +127,10 @@ def make_torch_runner(
     num_threads: int | None = None,
     on_progress: Callable[[str], None] | None = None,
     place: Place | None = None,
+    gpu_share: float = 1.0,
 ) -> Runner:
     """The runner for the options' device: the CUDA runner where FlashInfer serves the model, else this one."""
-    loaded = load(options, num_threads=num_threads, on_progress=on_progress, place=place)
+    loaded = load(options, num_threads=num_threads, on_progress=on_progress, place=place, gpu_share=gpu_share)
     if loaded.device.type == "cuda":
         from components.engine.flash import obstacle
 
@@ -140,7 +143,7 @@ def make_torch_runner(
 
             return CudaRunner(loaded, options, on_progress=on_progress)
         log.warning("attention runs on torch's SDPA, without CUDA graphs: %s", reason)
-    return TorchRunner(options, num_threads=num_threads, on_progress=on_progress, place=place, loaded=loaded)
+    return TorchRunner(options, loaded=loaded)
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -153,6 +156,7 @@ class Loaded(msgspec.Struct, frozen=True):
     max_model_len: int
     is_fused: bool
     ranks: Ranks | None
+    gpu_share: float  # of its GPU's memory
 
 
 def load(
@@ -161,6 +165,7 @@ def load(
     num_threads: int | None,
     on_progress: Callable[[str], None] | None,
     place: Place | None,
+    gpu_share: float,
 ) -> Loaded:
     """Loads the model that the options describe, or a rank's part of it. Raises `LaunchError` with what to change."""
     report = on_progress or (lambda _: None)
@@ -181,7 +186,7 @@ def load(
     if ranks is not None:
         layout = _own_part(layout, own_share(config, ranks))
     max_model_len = _max_model_len(options, config.max_position_embeddings)
-    return Loaded(model, config, layout, device, max_model_len, is_fused, ranks)
+    return Loaded(model, config, layout, device, max_model_len, is_fused, ranks, gpu_share)
 
 
 def _register_attention() -> None:
@@ -231,13 +236,19 @@ def _load(
     load_format: str,
     ranks: Ranks | None,
 ) -> tuple[PreTrainedModel, bool]:
-    """The model on the device, its layers fused if they can be; a rank's part is cut out before it gets there."""
+    """The model on the device, its layers fused if they can be; a rank's part is cut out before it gets there.
+
+    Random weights depend on the device that draws them, so ranks draw on the GPU as well.
+    """
     if ranks is None:
         model = load_model(folder, config, dtype, device, load_format)
     else:
-        model = load_model(folder, config, dtype, torch.device("cpu"), load_format)
+        whole_on = device if load_format == "dummy" else torch.device("cpu")
+        model = load_model(folder, config, dtype, whole_on, load_format)
         config = shard_model(model, config, ranks)
         model.to(device)  # type: ignore[arg-type]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the other ranks' parts took
     return model, fuse_layers(model, config)
 
 
@@ -275,23 +286,3 @@ def _max_model_len(options: WorkerOptions, of_model: int) -> int:
     if options.max_model_len > of_model:
         raise LaunchError(f"max_model_len is {options.max_model_len} and the model takes at most {of_model}")
     return options.max_model_len
-
-
-def num_pool_blocks(options: WorkerOptions, layout: KVLayout, device: torch.device, *, reserved_bytes: int = 0) -> int:
-    """Blocks in the pool: as set, else what fits into the memory set, else a share of what is free.
-
-    `reserved_bytes` of a GPU's free memory are for others.
-    """
-    if options.num_blocks is not None:
-        num_blocks = options.num_blocks
-    elif options.kv_memory_mb is not None:
-        num_blocks = options.kv_memory_mb * _MIB // block_bytes(layout)
-    elif device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        num_blocks = int((free - reserved_bytes) * options.gpu_memory_utilization) // block_bytes(layout)
-    else:
-        num_bytes = min(_CPU_POOL_BYTES, psutil.virtual_memory().available * _CPU_POOL_SHARE)
-        num_blocks = int(num_bytes) // block_bytes(layout)
-    if num_blocks < 1:
-        raise LaunchError(f"the KV pool has no room for one block of {block_bytes(layout)} bytes; raise kv_memory_mb")
-    return num_blocks

@@ -27,6 +27,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     options: dict[str, Any]  # of `DisaggOptions`
     num_threads: int
+    gpu_share: float
     parent_pid: int
 
 

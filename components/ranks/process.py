@@ -61,6 +61,7 @@ class Rank:
         self._options = msgspec.convert(spec.options, DisaggOptions)
         self._place = Place(spec.rank, spec.size, spec.store)
         self._num_threads = spec.num_threads
+        self._gpu_share = spec.gpu_share
         self._engine = ThreadPoolExecutor(1, "engine")
         self._runner: Runner | None = None
         self._driver: TransferDriver | None = None
@@ -109,7 +110,13 @@ class Rank:
         task.add_done_callback(self._tasks.discard)
 
     def _make_runner(self) -> Runner:
-        return make_runner(self._options, num_threads=self._num_threads, on_progress=logger.info, place=self._place)
+        return make_runner(
+            self._options,
+            num_threads=self._num_threads,
+            on_progress=logger.info,
+            place=self._place,
+            gpu_share=self._gpu_share,
+        )
 
     def _run(self, step: RankStep, stream: Stream) -> None:
         assert self._runner is not None

@@ -96,6 +96,7 @@ class Team:
             address=address,
             options=_shared_options(options),
             num_threads=max(1, context.num_cores // place.size),
+            gpu_share=context.gpu_share,
             parent_pid=os.getpid(),
         )
         try:

@@ -50,7 +50,7 @@ class WorkerContext:
     """What the SDK would hand the worker."""
 
     id, boot, num_cores, tp, listener = "worker/0", "b1", 1, 1, None
-    graph, run_dir = "test", Path("/nonexistent")
+    graph, run_dir, gpu_share = "test", Path("/nonexistent"), 1.0
 
     def __init__(self, links: Links) -> None:
         self.links = links

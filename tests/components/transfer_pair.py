@@ -49,6 +49,7 @@ class PairContext:
     def __init__(self, links, id, boot, targets):
         self.id, self.boot, self.graph = id, boot, "test"
         self.run_dir, self.num_cores, self.tp, self.listener = Path("/nonexistent"), 1, 1, None
+        self.gpu_share = 1.0
         self.metrics = CollectorRegistry()
         self.loop = asyncio.get_running_loop()
         self.links = links

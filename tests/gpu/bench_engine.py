@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from models import LLAMA_8B
 
 from components.engine.engine import Engine, EngineConfig
 from components.engine.outputs import Ended, EngineRequest, StepReport, StepTokens
@@ -31,13 +32,6 @@ from components.engine.torch_runner import make_torch_runner
 from components.messages import Sampling, Stopping
 from components.options import WorkerOptions
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4_096,
-    "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
-    "initializer_range": 0.02, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-    "rope_theta": 500_000.0, "dtype": "bfloat16", "bos_token_id": 128_000, "eos_token_id": 128_001,
-}  # fmt: skip
 WEIGHT_BYTES = 15.01e9
 KV_BYTES = 131_072  # of one token
 MATMUL_PARAMETERS = 6.98e9  # of the layers; the head runs on the last token alone

@@ -141,6 +141,15 @@ def test_logits_are_those_of_transformers(
     assert worst < TOLERANCE[dtype]
 
 
+def test_a_step_that_samples_nothing_is_over_when_it_returns(make_runner: Callable[..., Runner]) -> None:
+    """Its blocks are announced to whoever READs them."""
+    sequences = Sequences(make_runner("llama", dtype="float32"), [500])
+    for _ in range(3):
+        torch.cuda._sleep(20_000_000)  # about 10 ms ahead of the step's kernels
+        sequences.step({0: 100})
+        assert torch.cuda.current_stream().query()
+
+
 def test_draws_equal_those_on_the_cpu() -> None:
     from components.engine.gpu_sampling import draw_rows
     from components.engine.staging import Staging

@@ -149,6 +149,12 @@ def test_gpus_are_counted_over_replicas_and_ranks(sets: tuple[str, ...], total: 
         assert "there are 2" in fault
 
 
+def test_each_rank_needs_a_gpu_of_its_own() -> None:
+    assert market(TWO_GPUS, "shop.gpus=0.5", "shop.tp=2").faults == ()
+    [fault] = market(TWO_GPUS, "shop.gpus=0.5", "shop.tp=3").faults
+    assert fault == "node 'shop' needs 3 GPUs at once and there are 2; lower shop.tp"
+
+
 def test_a_machine_without_a_gpu_is_a_warning() -> None:
     report = market(NO_GPU, "shop.gpus=8", "shop.tuning.mode=quick")
     assert report == Report(warnings=("no GPU here: 'shop' runs on the CPU",))

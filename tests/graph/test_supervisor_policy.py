@@ -146,6 +146,22 @@ def test_gpus_are_exclusive_whole_and_shared_in_parts() -> None:
     assert pool.take("a/1", 1) == ("0",)
 
 
+def test_ranks_have_a_gpu_each_and_may_share_them_with_other_replicas() -> None:
+    pool = GpuPool(("0", "1"))
+
+    assert pool.take("decode/0", 0.5) == ("0",)
+    assert pool.take("prefill/0", 0.5, ranks=2) == ("0", "1")
+    with pytest.raises(LaunchError, match="for each of 2 ranks"):
+        pool.take("prefill/1", 0.5, ranks=2)
+    assert pool.take("decode/1", 0.5) == ("1",)
+    pool.give_back("prefill/0")
+    with pytest.raises(LaunchError, match="1 GPUs for each of 2 ranks"):
+        pool.take("whole/0", 1, ranks=2)
+    pool.give_back("decode/0")
+    pool.give_back("decode/1")
+    assert pool.take("whole/0", 1, ranks=2) == ("0", "1")
+
+
 def test_no_gpu_at_all_leaves_the_choice_to_the_component() -> None:
     assert GpuPool(()).take("a/0", 1) is None
     assert GpuPool(("0",)).take("light/0", 0) == ()
