@@ -100,6 +100,9 @@ class FaultyPrefill(PrefillWorker):
             self.mischief.pass_by("prefill.request")
         if isinstance(request, LeaseRelease) and self.mischief.holds("lose-release"):
             return
+        if isinstance(request, KVHandshake) and self.mischief.holds("fingerprint"):
+            stream.end(self._other_weights())
+            return
         super()._handle(request, FaultyStream(self.mischief, stream))
         if self.mischief.holds("duplicate"):
             try:
@@ -107,12 +110,9 @@ class FaultyPrefill(PrefillWorker):
             except LinkError:
                 return  # a second request under a known id is refused, as it should be
 
-    def _shake_hands(self, theirs, own, stream):
-        if self.mischief.holds("fingerprint"):
-            own = replace(own, ranks=tuple(replace(r, layout=replace(r.layout, model="other")) for r in own.ranks))
-            stream.end(own)
-            return
-        super()._shake_hands(theirs, own, stream)
+    def _other_weights(self):
+        own = self._exchange.handshake
+        return replace(own, ranks=tuple(replace(r, layout=replace(r.layout, model="other")) for r in own.ranks))
 
 
 class FaultyStream:
