@@ -48,6 +48,6 @@ def equality_prompts(lengths: tuple[int, ...] = LENGTHS, *, num_shared: int = 5,
 
 
 def crowd() -> list[Prompt]:
-    """Sixteen prompts that fit a pool of 60 blocks together, and whose outputs do not."""
+    """Sixteen prompts that fit a pool of 60 blocks together, and whose outputs do not; five outputs do not fit 24."""
     ids = text_ids()
     return [Prompt(f"crowd{i}", tuple(ids[60 * i : 60 * i + 30 + i]), 36) for i in range(16)]
