@@ -80,9 +80,16 @@ class CudaRunner:
         """Runs one step to its end."""
         return self.launch(batch).wait()
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> Launched:
         """Queues one step on the GPU."""
+        try:
+            return self._launch(batch)
+        except Exception:
+            torch.cuda.synchronize(self._device)  # kernels that were queued before it failed write into its blocks
+            raise
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> Launched:
         self._attention.turn()
         is_graph = self._graphs is not None and self._graphs.can_run(batch)
         logits = self._graphs.run(batch) if self._graphs is not None and is_graph else self._run_chunks(batch)

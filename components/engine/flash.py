@@ -48,19 +48,23 @@ class Tables(msgspec.Struct, frozen=True):
 
 
 class FlashAttention:
-    """The back end of one pool. Plans are copied from two pinned buffers in turn, as two steps may be under way."""
+    """The back end of one pool. Each kind of layer copies its plans from two pinned buffers in turn.
+
+    Two, as two steps may be under way; its own, as a step plans all kinds before the first plan's copy has begun.
+    """
 
     def __init__(self, pool: KVPool, num_query_heads: int) -> None:
         self.pool = pool
         device = pool.blocks.device
         self._num_query_heads = num_query_heads
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._pinned = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._pinned: dict[_Key, list[torch.Tensor]] = {}
         self._chunks: dict[_Key, Any] = {}
 
     def turn(self) -> None:
-        """Takes the other pinned buffer; called once for each step."""
-        self._pinned.reverse()
+        """Takes the other pinned buffers; called once for each step."""
+        for buffers in self._pinned.values():
+            buffers.reverse()
 
     def compile(self, windows: set[bool]) -> None:
         """Compiles the kernels of layers with and without a sliding window, all at once."""
@@ -102,7 +106,7 @@ class FlashAttention:
         if key not in self._chunks:
             self._chunks[key] = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
         wrapper = self._chunks[key]
-        wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
+        wrapper._pin_memory_int_workspace_buffer = self._plan_buffer(key)
         wrapper.plan(
             tables.cu_seqlens_q,
             tables.cu_blocks,
@@ -133,7 +137,7 @@ class FlashAttention:
         """Plans a decode wrapper; from the second time on, its device buffers have been filled by the caller."""
         from flashinfer.decode import fast_decode_plan
 
-        wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
+        wrapper._pin_memory_int_workspace_buffer = self._plan_buffer(key)
         heads = (self._num_query_heads, *self._common())
         if is_first:
             wrapper.plan(tables.cu_blocks, tables.blocks, tables.last_lengths, *heads, **self._settings(key))
@@ -147,6 +151,11 @@ class FlashAttention:
                 global_override_indptr_cpu=tables.cu_blocks,
                 **self._settings(key),
             )
+
+    def _plan_buffer(self, key: _Key) -> torch.Tensor:
+        if key not in self._pinned:
+            self._pinned[key] = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        return self._pinned[key][0]
 
     def _common(self) -> tuple[int, int, int]:
         layout = self.pool.layout

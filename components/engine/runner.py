@@ -116,7 +116,10 @@ class Runner(Protocol):
         """Whether a step may be launched while the one before it runs, fed with its tokens."""
 
     def launch(self, batch: Batch) -> Launched:
-        """Starts one step; steps run in the order of launching, at most two at a time."""
+        """Starts one step; steps run in the order of launching, at most two at a time.
+
+        If it raises, nothing of the step is under way any more: its blocks may be lent to a transfer at once.
+        """
 
     def execute(self, batch: Batch) -> Sampled:
         """Runs one step; returns when the tokens are chosen and all KV of the step is written."""

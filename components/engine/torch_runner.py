@@ -89,11 +89,18 @@ class TorchRunner:
         """Runs the step at once."""
         return Done(self.execute(batch))
 
-    @torch.inference_mode()
     def execute(self, batch: Batch) -> Sampled:
-        """Runs one step; returns when the tokens are chosen and all KV of the step is written."""
+        """Runs one step; returns, or raises, when all KV of the step is written."""
         if self._device.type == "cpu" and self._threads > 1:
             torch.set_num_threads(step_threads(len(batch.input_ids), self._weights, self._threads))
+        try:
+            return self._run(batch)
+        finally:
+            if self._device.type == "cuda":  # a step that samples nothing, or fails, has waited for no kernel
+                torch.cuda.current_stream(self._device).synchronize()
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch) -> Sampled:
         step = self._attention.plan(batch)
         inputs = {
             "input_ids": self._row(batch.input_ids),
@@ -103,8 +110,6 @@ class TorchRunner:
         }
         if not batch.samples:
             self._model.base_model(**inputs)
-            if self._device.type == "cuda":  # nothing is read back that would wait for the kernels
-                torch.cuda.current_stream(self._device).synchronize()
             return Sampled(np.empty(0, np.int32), ())
         last = batch.cu_seqlens_q[[row.row + 1 for row in batch.samples]] - 1
         kept = torch.from_numpy(last.astype(np.int64)).to(self._device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-_RUNS_LOOKED_AT = 32
+_RUNS_LOOKED_AT = 128
 
 
 class FreeBlocks:

@@ -6,7 +6,8 @@ Life of a block:
     held          by one or more sequences (reference count); its content is theirs to write until
                   `enter` makes it final and matchable
     idle          held by nobody but still in the prefix cache: matched again by `pin`, or evicted,
-                  least recently used first, when `allocate` needs room
+                  least recently used first, when `allocate` needs room; then some more are evicted
+                  with it, so that there are neighbours to choose from
     quarantined   a transfer may still write into it; free again after `settle`
 
 A block enters the cache only when its KV is final, and from then on nobody writes into it. A match
@@ -24,12 +25,17 @@ from components.kv.free import FreeBlocks
 from components.messages import BLOCK_HASH_BYTES, BlocksRemoved, BlocksStored
 from graph import Message
 
+EVICTED_AHEAD = 1 / 32
+"""Part of the pool. What is evicted as it is needed lies scattered, and scattered blocks travel at half the speed."""
+
 
 class BlockPool:
     """Reference counts, prefix cache and free list of `num_blocks` blocks."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, evicted_ahead: float = EVICTED_AHEAD) -> None:
+        """Whenever blocks must be evicted, `evicted_ahead` of the pool is evicted beyond them."""
         self.num_blocks = num_blocks
+        self._num_ahead = int(num_blocks * evicted_ahead)
         self._free = FreeBlocks(num_blocks)
         self._references = [0] * num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -84,7 +90,8 @@ class BlockPool:
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
         """`count` blocks for one holder, neighbours where possible, idle ones evicted as needed."""
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free ones"
-        self._evict(count - len(self._free))
+        if count > len(self._free):
+            self._evict(count - len(self._free) + self._num_ahead)
         blocks = self._free.take(count, after=after)
         for block in blocks:
             self._references[block] = 1
@@ -163,7 +170,7 @@ class BlockPool:
         assert counts == self._unit_counts
 
     def _evict(self, count: int) -> None:
-        for _ in range(count):
+        for _ in range(min(count, len(self._idle))):
             block, _ = self._idle.popitem(last=False)
             units = self._units_of.pop(block)
             del self._block_of[units[-1]]

@@ -42,6 +42,22 @@ def gaps_of(answer: Answer) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(answer.times_s)]
 
 
+def mean_decoding(answers: Sequence[Answer], *, warm_s: float, window_s: float) -> float:
+    """How many answers were between their first and their last token, on average over the time that counts."""
+    spans = [(answer.times_s[0], answer.times_s[-1]) for answer in answers if answer.times_s]
+    inside = sum(max(0.0, min(window_s, last) - max(warm_s, first)) for first, last in spans)
+    return inside / (window_s - warm_s)
+
+
+def joint_gaps(answers: Sequence[Answer]) -> list[float]:
+    """Seconds between events while all answers are under way: from the last one's first to the first one's last."""
+    spans = [(answer.times_s[0], answer.times_s[-1]) for answer in answers if answer.times_s]
+    began_s = max((first for first, _ in spans), default=0.0)
+    ended_s = min((last for _, last in spans), default=0.0)
+    pairs = [pair for answer in answers for pair in itertools.pairwise(answer.times_s)]
+    return [later - earlier for earlier, later in pairs if began_s <= earlier and later <= ended_s]
+
+
 def is_good(answer: Answer, *, is_strict: bool = False) -> bool:
     """Whether it kept both limits: its mean gap, or when strict 99 % of its gaps."""
     if not answer.is_complete or answer.ttft_s > TTFT_LIMIT_S:

@@ -2,7 +2,8 @@
 
 First one request after the other: both sides then run the same batches, so that even bfloat16 must agree to the
 last token. Then all at once, where batches differ and near-ties may flip: where the first difference stands, and
-how far apart the two best candidates were there, is told for each.
+how far apart the two best candidates were there, is told for each. Each graph's answers all at once are compared
+with its own one by one as well, which tells whose batches made the difference.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def measure(setting: Setting, pair: Pair, chunk: int, report: dict[str, Any]) ->
         found = _both(setting, graph, lengths)
         for name in expected:
             report[name] = compared(expected[name], found[name])
+        for name, own in (("agg_batches", expected), ("disagg_batches", found)):
+            report[name] = compared(own["one_by_one"], own["all_at_once"])
         report["hand_overs"] = [hand_over(answer) for answer in found["one_by_one"] if _mode(answer) == "remote"]
         report["transport_errors"] = graph.metric("headrace_kv_transport_errors_total")
         report["link_gb_s"] = graph.metric("headrace_kv_link_bytes_per_second") / 1e9
@@ -73,7 +76,8 @@ def compared(expected: list[Answer], found: list[Answer]) -> dict[str, Any]:
         elif one.text != other.text:
             at = first_difference(one.text, other.text)
             gap = one.gaps[at] if at < len(one.gaps) else None
-            rows.append({"prompt": one.num_prompt, "token": at, "gap": gap, "mode": _mode(other)})
+            row: dict[str, Any] = {"prompt": one.num_prompt, "token": at, "gap": gap, "mode": _mode(other)}
+            rows.append(row | {"expected": _words(one, at), "found": _words(other, at)})
     differing = [row for row in rows if "error" not in row]
     return {
         "answers": len(expected),
@@ -90,6 +94,11 @@ def first_difference(one: str, other: str) -> int:
     words = [text.split(" ") for text in (one.lstrip(" "), other.lstrip(" "))]
     shorter = min(map(len, words))
     return next((i for i in range(shorter) if words[0][i] != words[1][i]), shorter)
+
+
+def _words(answer: Answer, at: int) -> list[str]:
+    """The word before a place, and the next few."""
+    return answer.text.lstrip(" ").split(" ")[max(0, at - 1) : at + 3]
 
 
 def _mode(answer: Answer) -> str | None:
@@ -122,7 +131,7 @@ def hand_over(answer: Answer) -> dict[str, Any]:
 def line(report: dict[str, Any]) -> str:
     """What the terminal shows."""
     lines = []
-    for name in ("one_by_one", "all_at_once"):
+    for name in ("one_by_one", "all_at_once", "agg_batches", "disagg_batches"):
         found = report.get(name, {})
         lines.append(
             f"{name}: {found.get('same')} of {found.get('answers')} answers ({found.get('words')} words) the same"

@@ -7,12 +7,15 @@ from typing import Any
 
 import msgspec
 from http_load import Plan, Request, run_plan
-from load_figures import figures, poisson, random_prompt
+from load_figures import figures, joint_gaps, mean_decoding, percentile, poisson, random_prompt
 from served import Served, Setting, serving
 
 WARM_S = 3.0
 SATURATED_SHARE = 0.1
 """A graph that serves no larger part of a rate well is not asked for more."""
+
+UNDISTURBED_OUT = 400
+"""Tokens beyond a shape's own with which sequences decode undisturbed: all prompts must be in before one ends."""
 
 GRACE_S = 12.0
 """How long the requests of a window may take to end after it."""
@@ -67,6 +70,8 @@ def measure(
                         continue
                     row: dict[str, Any] = {"graph": name, "shape": shape.name, "rate": rate}
                     row |= _window(setting, graph, shape, rate, window_s)
+                    if "decode" in nodes:
+                        row |= _undisturbed(setting, graph, shape, max(1, round(row["decoding_mean"])))
                     report["rows"].append(row)
                     setting.save()
                     if row["goodput_per_s"] < SATURATED_SHARE * rate:
@@ -89,7 +94,17 @@ def _window(setting: Setting, graph: Served, shape: Shape, rate: float, window_s
     )
     answers = run_plan(Plan(port=graph.port, requests=requests, stop_s=window_s + GRACE_S))
     busy = {name: cores for name, cores in graph.cores_used().items() if cores > 0.05}
-    return figures(answers, warm_s=WARM_S, window_s=window_s) | {"cores_used": busy}
+    decoding = mean_decoding(answers, warm_s=WARM_S, window_s=window_s)
+    return figures(answers, warm_s=WARM_S, window_s=window_s) | {"cores_used": busy, "decoding_mean": decoding}
+
+
+def _undisturbed(setting: Setting, graph: Served, shape: Shape, num_sequences: int) -> dict[str, Any]:
+    """Times between tokens of so many sequences of the shape, all decoding, while nothing arrives and nothing ends."""
+    rng = random.Random(num_sequences)
+    prompts = [random_prompt(rng, shape.num_in, setting.vocab_size) for _ in range(num_sequences)]
+    requests = [Request(prompt, shape.num_out + UNDISTURBED_OUT) for prompt in prompts]
+    gaps = [gap * 1e3 for gap in joint_gaps(run_plan(Plan(port=graph.port, requests=requests, stop_s=60.0)))]
+    return {f"undisturbed_itl_{name}_ms": percentile(gaps, share) for name, share in (("p50", 0.5), ("p99", 0.99))}
 
 
 def line(report: dict[str, Any]) -> str:
@@ -104,10 +119,17 @@ def line(report: dict[str, Any]) -> str:
             f"{r['graph']:<14} {r['shape']:<10} {r['rate']:>6g} {pairs[0]:>17} {pairs[1]:>17} "
             f"{r['tokens_per_s']:>7,.0f} {r['goodput_per_s']:>8.2f} {r['strict_goodput_per_s']:>7.2f} "
             f"{r['complete']:>5}/{r['requests']} "
-            f"{r['modes']} {r['errors'] or ''}"
+            f"{r['modes']} {r['errors'] or ''}" + _beside_undisturbed(r)
         )
     lines += [f"left out for want of time: {what}" for what in report.get("left_out", [])]
     return "\n".join(lines)
+
+
+def _beside_undisturbed(row: dict[str, Any]) -> str:
+    undisturbed_ms = row.get("undisturbed_itl_p99_ms")
+    if not undisturbed_ms or not row["itl_p99_ms"]:
+        return ""
+    return f" ITL p99 {row['itl_p99_ms'] / undisturbed_ms:.2f} of undisturbed {undisturbed_ms:.1f} ms"
 
 
 _SHARES = ("p50", "p99")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -44,6 +45,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {"sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+LEAD_CYCLES = 10_000_000  # some ms that the host runs ahead of the GPU
 TOLERANCE = {"float32": 2e-3, "bfloat16": 1.5e-1}  # of a log-probability; bfloat16 differs from itself by as much
 
 
@@ -80,8 +82,12 @@ class Sequences:
         self._tables: list[list[int]] = [[] for _ in lengths]
 
     def step(self, counts: dict[int, int]) -> None:
-        """Computes `counts[i]` more tokens of sequence i and appends what is chosen."""
-        batch = self._batch(counts)
+        """Computes `counts[i]` more tokens of sequence i and appends what is chosen.
+
+        The GPU is busy meanwhile, as it is when steps overlap: what the host prepares must outlast the wait.
+        """
+        batch = self.batch(counts)
+        torch.cuda._sleep(LEAD_CYCLES)
         sampled = self._runner.execute(batch)
         for row, token, logprobs in zip(batch.samples, sampled.tokens.tolist(), sampled.logprobs, strict=True):
             i = list(counts)[row.row]
@@ -94,7 +100,8 @@ class Sequences:
         for _ in range(steps):
             self.step({i: min(chunk, len(t) - self._computed[i]) for i, t in enumerate(self.tokens)})
 
-    def _batch(self, counts: dict[int, int]) -> Batch:
+    def batch(self, counts: dict[int, int]) -> Batch:
+        """The step that computes so much."""
         ids, positions, samples = [], [], []
         slots: list[int] = []
         empty = np.empty(0, np.int32)
@@ -124,8 +131,8 @@ class Sequences:
 def test_logits_are_those_of_transformers(
     name: str, dtype: str, make_runner: Callable[..., Runner], tmp_path: Path
 ) -> None:
-    sequences = Sequences(make_runner(name, dtype=dtype), [5, 70, 33])
-    sequences.generate(steps=12, chunk=32)
+    sequences = Sequences(make_runner(name, dtype=dtype), [5, 300, 33])
+    sequences.generate(steps=14, chunk=32)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="eager")
     reference = reference.to("cuda").eval()
     worst = 0.0
@@ -141,13 +148,25 @@ def test_logits_are_those_of_transformers(
     assert worst < TOLERANCE[dtype]
 
 
-def test_a_step_that_samples_nothing_is_over_when_it_returns(make_runner: Callable[..., Runner]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_that_samples_nothing_is_over_when_it_returns(dtype: str, make_runner: Callable[..., Runner]) -> None:
     """Its blocks are announced to whoever READs them."""
-    sequences = Sequences(make_runner("llama", dtype="float32"), [500])
+    sequences = Sequences(make_runner("llama", dtype=dtype), [500])
     for _ in range(3):
-        torch.cuda._sleep(20_000_000)  # about 10 ms ahead of the step's kernels
         sequences.step({0: 100})
         assert torch.cuda.current_stream().query()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_that_fails_is_over_when_that_is_told(dtype: str, make_runner: Callable[..., Runner]) -> None:
+    """Its blocks are freed, and may be lent to a transfer at once."""
+    runner = make_runner("llama", dtype=dtype)
+    batch = Sequences(runner, [50]).batch({0: 50})
+    nowhere = msgspec.structs.replace(batch.samples[0], row=7)
+    torch.cuda._sleep(LEAD_CYCLES)
+    with pytest.raises(IndexError):
+        runner.launch(msgspec.structs.replace(batch, samples=(nowhere,)))
+    assert torch.cuda.current_stream().query()
 
 
 def test_draws_equal_those_on_the_cpu() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count, pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -80,6 +82,48 @@ def test_idle_blocks_count_as_free_and_go_least_recent_first_children_before_par
     pool.allocate(3)
     assert pool.lookup(old_keys) == []
     assert pool.lookup(new_keys) == [new[0]]
+
+
+def test_some_more_are_evicted_than_are_needed_still_in_their_order() -> None:
+    pool = BlockPool(64, evicted_ahead=4 / 64)
+    old, new = pool.allocate(32), pool.allocate(32)
+    old_keys, new_keys = enter_chain(pool, old, first=0), enter_chain(pool, new, first=100)
+    pool.free(old)
+    pool.free(new)
+    held = pool.allocate(2)
+    assert pool.lookup(old_keys) == old[:26]
+    assert pool.lookup(new_keys) == new
+    held += pool.allocate(4)
+    assert len(pool.lookup(old_keys)) == 26
+    pool.verify([held])
+
+
+def test_eviction_ahead_ends_with_the_idle_blocks() -> None:
+    pool = BlockPool(64, evicted_ahead=0.5)
+    kept, idle = pool.allocate(54), pool.allocate(10)
+    enter_chain(pool, idle)
+    pool.free(idle)
+    kept += pool.allocate(3)
+    assert pool.num_cached == 0
+    assert pool.num_free == 7
+    pool.verify([kept])
+
+
+def test_a_pool_long_in_use_still_gives_neighbours() -> None:
+    """Prompts of 20 to 120 blocks come and go in any order and stay cached until they are evicted."""
+    random, pool, live = Random(3), BlockPool(3_200), []
+    numbers = count()
+    pieces = blocks_given = 0
+    for turn in range(1_200):
+        while len(live) >= 12:
+            pool.free(live.pop(random.randrange(len(live))))
+        blocks = pool.allocate(random.randint(20, 120))
+        enter_chain(pool, blocks, first=1_000 * next(numbers))
+        live.append(blocks)
+        if turn >= 600:
+            pieces += 1 + sum(after != before + 1 for before, after in pairwise(blocks))
+            blocks_given += len(blocks)
+    assert blocks_given / pieces > 8
 
 
 def test_a_pinned_block_is_never_evicted() -> None:
