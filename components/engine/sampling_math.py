@@ -13,23 +13,27 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
 
 @triton.jit
+def _ordered(values):
+    raw = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # 0.0 and -0.0 are equal
+    return (raw ^ tl.where(raw < 0, -1, -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def order32(values):
     """Integers from 0 to 2^32 - 1, as int64, that compare as the floats do."""
-    raw = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # 0.0 and -0.0 are equal
-    mask = tl.where(raw < 0, -1, -2147483648)
-    return (raw ^ mask).to(tl.uint32, bitcast=True).to(tl.int64)
+    return _ordered(values).to(tl.int64)
 
 
 @triton.jit
 def order16(values):
     """The upper 16 bits of `order32`, which say everything of a bfloat16; int32."""
-    return (order32(values) >> 16).to(tl.int32)
+    return (_ordered(values) >> 16).to(tl.int32)
 
 
 @triton.jit
 def is_passed(values, floor, IS_WIDE: tl.constexpr):
     """Whether logits are at or above a floor, which is an `order32` if they are float32, an `order16` otherwise."""
-    return order32(values) >= floor if IS_WIDE else order32(values) >> 16 >= floor
+    return order32(values) >= floor if IS_WIDE else order16(values) >= floor.to(tl.int32)
 
 
 @triton.jit
