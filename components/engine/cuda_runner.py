@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from components.engine.attention import KVPool
 from components.engine.flash import FlashAttention, FlashStep, Tables
 from components.engine.fused_cuda import CudaDecoder, can_decode
-from components.engine.gpu_sampling import LogprobCopy, draw_rows
+from components.engine.gpu_sampling import GpuSampler, LogprobCopy
 from components.engine.graphs import DecodeGraphs
 from components.engine.memory import num_pool_blocks
 from components.engine.runner import Batch, KVRegion, Launched, Sampled, SampleRow
@@ -30,7 +31,7 @@ from components.options import WorkerOptions
 GPU_BATCHED_TOKENS = 8_192
 _MAX_GRAPH_BATCH = 512
 _FIXED_BYTES = 3 << 30  # FlashInfer's workspace, graphs, cuBLAS, fragmentation
-_COLUMNS = 7  # of sampling settings
+_DRAW_BYTES = 280_000  # of a sampled row: see `DrawSpace`
 
 
 class CudaRunner:
@@ -58,7 +59,7 @@ class CudaRunner:
         max_blocks = options.max_num_seqs * -(-self.max_model_len // self.layout.block_size)
         max_blocks = min(max_blocks, 4 * self.num_blocks) + options.max_num_seqs
         self._staging = Staging(4 * max_tokens + options.max_num_seqs + max_blocks, torch.int32, device)
-        self._draw_staging = Staging(_COLUMNS * options.max_num_seqs, torch.int64, device)
+        self._sampler = GpuSampler(options.max_num_seqs, self.vocab_size, device)
         self._last_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=device)
         self._results = [
             torch.zeros(options.max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(2)
@@ -100,7 +101,7 @@ class CudaRunner:
         adjusted = adjust(logits, rows)
         if not is_graph or adjusted is not logits:
             torch.argmax(adjusted, dim=-1, out=tokens)
-        draw_rows(adjusted, rows, tokens, self._draw_staging)
+        self._sampler.draw(adjusted, rows, tokens)
         logprobs = LogprobCopy(logits, rows, tokens)
         self._results.reverse()
         host = self._results[0][: len(rows)]
@@ -173,22 +174,11 @@ class CudaRunner:
         self._graphs.capture(self._last_tokens, report)
 
     def _warm_up(self, report: Callable[[str], None]) -> None:
-        """One prompt and one draw, so that no request waits for a compiler."""
+        """One prompt with a draw of each kind, so that no request waits for a compiler."""
         report("warming up")
-        sampling = Sampling(temperature=1.0, top_p=0.9, logprobs=1)
-        empty = np.empty(0, np.int32)
-        block = self._pool.num_blocks
-        self.execute(
-            Batch(
-                input_ids=np.zeros(2, np.int32),
-                positions=np.arange(2, dtype=np.int32),
-                cu_seqlens_q=np.array([0, 2], np.int32),
-                seq_lens=np.array([2], np.int32),
-                block_tables=(np.array([block], np.int32),),
-                slot_mapping=np.arange(2, dtype=np.int64) + block * self.layout.block_size,
-                samples=(SampleRow(0, sampling, 2, empty, empty),),
-            )
-        )
+        plain = Sampling(temperature=1.0, top_p=0.9, logprobs=1)
+        for sampling in (plain, msgspec.structs.replace(plain, logit_bias=((0, 1.0),))):  # the latter in float32
+            self.execute(_trial_batch(self._pool.num_blocks, self.layout.block_size, sampling))
 
 
 class _Step:
@@ -206,9 +196,23 @@ class _Step:
         return Sampled(self._tokens.numpy().astype(np.int32), self._logprobs.result() if self._logprobs else ())
 
 
+def _trial_batch(block: int, block_size: int, sampling: Sampling) -> Batch:
+    """A step of one prompt of two tokens."""
+    empty = np.empty(0, np.int32)
+    return Batch(
+        input_ids=np.zeros(2, np.int32),
+        positions=np.arange(2, dtype=np.int32),
+        cu_seqlens_q=np.array([0, 2], np.int32),
+        seq_lens=np.array([2], np.int32),
+        block_tables=(np.array([block], np.int32),),
+        slot_mapping=np.arange(2, dtype=np.int64) + block * block_size,
+        samples=(SampleRow(0, sampling, 2, empty, empty),),
+    )
+
+
 def _reserved_bytes(config: Any, dtype: str, max_tokens: int, max_seqs: int) -> int:
     """Memory that steps need beside weights and pool: activations of the largest step, logits, workspaces."""
     wide: int = getattr(config, "intermediate_size", 4 * config.hidden_size)
     per_token = (6 * config.hidden_size + 4 * wide) * ITEM_BYTES[dtype]
-    logits = max_seqs * config.vocab_size * (2 * ITEM_BYTES[dtype] + 8)
+    logits = max_seqs * (config.vocab_size * (2 * ITEM_BYTES[dtype] + 8) + _DRAW_BYTES)
     return int(_FIXED_BYTES + max_tokens * per_token + logits)

@@ -169,30 +169,82 @@ def test_a_step_that_fails_is_over_when_that_is_told(dtype: str, make_runner: Ca
     assert torch.cuda.current_stream().query()
 
 
-def test_draws_equal_those_on_the_cpu() -> None:
-    from components.engine.gpu_sampling import draw_rows
-    from components.engine.staging import Staging
+KINDS = [
+    Sampling(temperature=0.8, top_p=0.95),
+    Sampling(temperature=1.0),
+    Sampling(temperature=1.3, top_k=40),
+    Sampling(temperature=0.7, top_k=100, top_p=0.8),
+    Sampling(temperature=1.0, min_p=0.05),
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, top_k=20, min_p=0.1),
+    Sampling(temperature=1.5, top_k=300, top_p=0.3, min_p=0.001),
+    Sampling(temperature=0.01, top_p=0.9),
+    Sampling(temperature=3.0, top_p=0.999),
+    Sampling(temperature=1.0, top_k=60_000, top_p=0.9),
+    Sampling(temperature=1.0, top_p=1e-9),
+]
 
-    generator, vocab = torch.Generator().manual_seed(5), 128_256
-    logits = torch.randn(48, vocab, generator=generator).mul_(2).bfloat16()
-    kinds = [
-        Sampling(temperature=0.8, top_p=0.95),
-        Sampling(temperature=1.0),
-        Sampling(temperature=1.3, top_k=40),
-        Sampling(temperature=0.7, top_k=100, top_p=0.8),
-        Sampling(temperature=1.0, min_p=0.05),
-        Sampling(temperature=0.0),
-    ]
+
+def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
+    """Logits in bfloat16, which the CPU draws from as well."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5)).mul_(2)
+    if kind == "flat":
+        logits *= 0.05
+    elif kind == "below zero":
+        logits -= 40
+    elif kind == "equal":
+        logits.zero_()
+    elif kind == "banned":
+        logits[:, ::3] = float("-inf")
+    elif kind == "one allowed":
+        logits.fill_(float("-inf"))[torch.arange(rows), torch.arange(rows) * 7919 % vocab] = 1.5
+    return logits.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "vocab"),
+    [
+        ("normal", 48, 128_256),
+        ("normal", 1, 128_256),
+        ("normal", 200, 32_003),
+        ("normal", 24, 4_097),  # one over a part
+        ("normal", 12, 65),  # one over a bucket
+        ("flat", 24, 50_257),
+        ("below zero", 24, 50_257),
+        ("equal", 12, 10_000),
+        ("banned", 24, 50_257),
+        ("one allowed", 24, 50_257),
+    ],
+)
+def test_draws_equal_those_on_the_cpu(kind: str, num_rows: int, vocab: int) -> None:
+    from components.engine.gpu_sampling import GpuSampler
+
+    logits = make_logits(kind, num_rows, vocab)
+    sampler = GpuSampler(num_rows, vocab, torch.device("cuda"))
+    for position in (100, 101):  # the second step finds what the first one left
+        rows = _draw_rows(num_rows, position)
+        expected: Sampled = sample(logits.float(), rows)
+        for on_gpu in (logits.to("cuda"), logits.to("cuda").float()):
+            tokens = on_gpu.argmax(-1)
+            sampler.draw(on_gpu, rows, tokens)
+            assert tokens.tolist() == expected.tokens.tolist(), on_gpu.dtype
+
+
+def test_draws_repeat() -> None:
+    """What is counted atomically is counted the same in any order."""
+    from components.engine.gpu_sampling import GpuSampler
+
+    logits = make_logits("normal", 64, 128_256).to("cuda")
+    sampler = GpuSampler(64, 128_256, logits.device)
+    outcomes = set()
+    for _ in range(20):
+        tokens = logits.argmax(-1)
+        sampler.draw(logits, _draw_rows(64, 7), tokens)
+        outcomes.add(tuple(tokens.tolist()))
+    assert len(outcomes) == 1
+
+
+def _draw_rows(count: int, position: int) -> list[SampleRow]:
     empty = np.empty(0, np.int32)
-    rows = [
-        SampleRow(i, Sampling(**{**_fields(kinds[i % 6]), "seed": i * 7919}), 100 + i, empty, empty) for i in range(48)
-    ]
-    expected: Sampled = sample(logits.float(), rows)
-    on_gpu = logits.to("cuda")
-    tokens = on_gpu.argmax(-1)
-    draw_rows(on_gpu, rows, tokens, Staging(7 * 48, torch.int64, on_gpu.device))
-    assert tokens.tolist() == expected.tokens.tolist()
-
-
-def _fields(sampling: Sampling) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+    samplings = [msgspec.structs.replace(KINDS[i % len(KINDS)], seed=i * 7919) for i in range(count)]
+    return [SampleRow(i, sampling, position + i, empty, empty) for i, sampling in enumerate(samplings)]

@@ -1,0 +1,90 @@
+"""What the sampling kernels share: orders of floats, weights of logits, noise. Triton; imported on CUDA hosts only."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BUCKET = tl.constexpr(64)  # as in sampling.py
+SETTINGS = tl.constexpr(7)  # columns; see draw_settings.py
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+
+
+@triton.jit
+def _ordered(values):
+    raw = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # 0.0 and -0.0 are equal
+    return (raw ^ tl.where(raw < 0, -1, -2147483648)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def order32(values):
+    """Integers from 0 to 2^32 - 1, as int64, that compare as the floats do."""
+    return _ordered(values).to(tl.int64)
+
+
+@triton.jit
+def order16(values):
+    """The upper 16 bits of `order32`, which say everything of a bfloat16; int32."""
+    return (_ordered(values) >> 16).to(tl.int32)
+
+
+@triton.jit
+def is_passed(values, floor, IS_WIDE: tl.constexpr):
+    """Whether logits are at or above a floor, which is an `order32` if they are float32, an `order16` otherwise."""
+    return order32(values) >= floor if IS_WIDE else order16(values) >= floor.to(tl.int32)
+
+
+@triton.jit
+def value16(orders):
+    """The bfloat16 of an order, as float32."""
+    upper = tl.where(orders >= 32768, orders ^ 32768, orders ^ 65535)
+    return (upper << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mix64(words):
+    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _MIX_1
+    words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * _MIX_2
+    return words ^ ((words >> 31) & ((1 << 33) - 1))
+
+
+@triton.jit
+def gumbel64(key, places):
+    """Standard Gumbel noise of the places, float64."""
+    words = _mix64(key + (places + 1).to(tl.int64) * _GOLDEN)
+    uniform = (((words >> 12) & ((1 << 52) - 1)).to(tl.float64) + 0.5) * (1.0 / (1 << 52))
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def scale(values, best, temperature):
+    """The logits as `sampling.py` scales them: the best is 0."""
+    scaled = tl.maximum(tl.div_rn(values - best, temperature), -1e30)
+    return tl.where(values == float("-inf"), float("-inf"), scaled)
+
+
+@triton.jit
+def exact_weights(row, at, vocab_size, best, temperature, lowest):
+    """The logits of some places and their weights, which a draw depends on."""
+    values = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+    scaled = scale(values, best, temperature)
+    return values, tl.where((scaled >= lowest) & (at < vocab_size), tl.exp(scaled), 0.0)
+
+
+@triton.jit
+def quick_weights(values, best, factor, lowest):
+    """The weights of logits, with a product for the division: masses need no more than that."""
+    scaled = (values - best) * factor
+    return tl.where((scaled >= lowest) & (values > float("-inf")), tl.exp(scaled), 0.0)
+
+
+@triton.jit
+def load_settings(settings, index):
+    """Place, temperature, top_k, top_p and the logarithm of min_p of a drawn row."""
+    mine = settings + index * SETTINGS
+    temperature = tl.load(mine + 3).to(tl.float64, bitcast=True).to(tl.float32)
+    top_p = tl.load(mine + 4).to(tl.float64, bitcast=True).to(tl.float32)
+    lowest = tl.load(mine + 5).to(tl.float64, bitcast=True).to(tl.float32)
+    return tl.load(mine + 6), temperature, tl.load(mine + 2), top_p, lowest

@@ -1,0 +1,85 @@
+"""What choosing tokens costs on the GPU, greedy and drawn, beside a step's other work.
+
+python tests/gpu/bench_sampling.py [--rows 1,8,32,128,256] [--vocab 128256]     prints one JSON object
+
+Logits are normal with deviation 2: at 0.95 their nucleus has thousands of tokens, more than a trained model's.
+`gpu_us` is the kernels' time with launches queued ahead, `host_us` what a call takes on the launching thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+
+from components.engine.gpu_sampling import GpuSampler
+from components.engine.runner import SampleRow
+from components.engine.sampling_kernels import argmax
+from components.messages import Sampling
+
+KINDS = {
+    "temperature 0.8": {"temperature": 0.8},
+    "top_p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "top_k 50": {"temperature": 0.8, "top_k": 50},
+}
+_ROUNDS = 20
+_AHEAD_CYCLES = 20_000_000  # about 10 ms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default="1,8,32,128,256")
+    parser.add_argument("--vocab", type=int, default=128_256)
+    given = parser.parse_args()
+    figures = [_measure(int(rows), given.vocab) for rows in given.rows.split(",")]
+    result = {"device": torch.cuda.get_device_name(), "vocab": given.vocab, "figures": figures}
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+
+
+def _measure(num_rows: int, vocab: int) -> dict[str, object]:
+    logits = torch.randn(num_rows, vocab, device="cuda").mul_(2).bfloat16()
+    tokens = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
+    sampler = GpuSampler(num_rows, vocab, logits.device)
+    figures: dict[str, object] = {"rows": num_rows, "greedy": _times(lambda: argmax(logits, tokens))}
+    for name, kind in KINDS.items():
+        empty = np.empty(0, np.int32)
+        rows = [SampleRow(i, Sampling(**kind, seed=i), 100, empty, empty) for i in range(num_rows)]
+
+        def step(rows: list[SampleRow] = rows) -> None:
+            argmax(logits, tokens)
+            sampler.draw(logits, rows, tokens)
+
+        figures[f"greedy, then {name}"] = _times(step)
+    return figures
+
+
+def _times(call: Callable[[], None]) -> dict[str, float]:
+    """Medians of the GPU's and the launching thread's time for a call."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    host_us = []
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_ROUNDS)]
+    torch.cuda._sleep(_AHEAD_CYCLES)
+    for before, after in events:
+        before.record()
+        began_s = time.perf_counter()
+        call()
+        host_us.append((time.perf_counter() - began_s) * 1e6)
+        after.record()
+    torch.cuda.synchronize()
+    gpu_us = statistics.median(before.elapsed_time(after) * 1e3 for before, after in events)
+    return {"gpu_us": round(gpu_us, 1), "host_us": round(statistics.median(host_us), 1)}
+
+
+if __name__ == "__main__":
+    main()
