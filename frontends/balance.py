@@ -22,7 +22,13 @@ class PeerPool:
         self._last_chosen: dict[str, int] = {}
         self._num_choices = 0
         self._changed = asyncio.Event()
+        self._has_had_peers = False
         client.on_change(self._on_change)
+
+    @property
+    def has_had_peers(self) -> bool:
+        """Whether there was ever a ready peer."""
+        return self._has_had_peers
 
     @property
     def num_open(self) -> int:
@@ -69,6 +75,7 @@ class PeerPool:
                 del self._open[peer]
 
     def _on_change(self, peers: Mapping[str, Peer]) -> None:
+        self._has_had_peers = self._has_had_peers or bool(peers)
         self._last_chosen = {peer: last for peer, last in self._last_chosen.items() if peer in peers}
         self._changed.set()
         self._changed = asyncio.Event()

@@ -232,6 +232,12 @@ class Endpoints:
             message = f"The model {name!r} does not exist; this server has {self._model.name!r}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
+    def _check_advertised(self) -> None:
+        """Clients take a listed model as usable, so it is listed once a worker was ready; from then on it stays, also
+        while there is none, for a model that vanishes makes them give up."""
+        if not self._generator.has_had_workers:
+            raise NoPeer("no worker has been ready yet", retry_after_s=1.0)
+
     async def _tokenize(self, http: HttpRequest, reply: HttpReply) -> None:
         request = await _made(parse_tokenize, http.body, size=len(http.body))
         self._check_model(request.model)
@@ -261,10 +267,12 @@ class Endpoints:
         reply.json(told_explanation(explanation, choices[0].plan.num_prompt_tokens))
 
     async def _list_models(self, http: HttpRequest, reply: HttpReply) -> None:
+        self._check_advertised()
         reply.json({"object": "list", "data": [self._card]})
 
     async def _show_model(self, http: HttpRequest, reply: HttpReply) -> None:
         self._check_model(http.path.removeprefix("/v1/models/").rstrip("/"))
+        self._check_advertised()
         reply.json(self._card)
 
 

@@ -86,6 +86,11 @@ class Generator:
         self._workers = workers
         self._ids = ids
 
+    @property
+    def has_had_workers(self) -> bool:
+        """Whether there was ever a worker that could generate."""
+        return self._placer.pool.has_had_peers
+
     async def generate(self, choices: Sequence[Choice], sink: Sink) -> None:
         """Returns when every choice has finished. Raises the first `LinkError` that nothing could mend."""
         if len(choices) == 1:

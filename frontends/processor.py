@@ -20,7 +20,7 @@ from components.messages import (
     PlacementRequest,
     TokenChunk,
 )
-from components.options import DEFAULT_MODEL
+from components.options import DEFAULT_MODEL, ModelName
 from components.rules import resolve_hash_unit
 from frontends.messages import HttpBody, HttpHead, HttpRequest
 from frontends.reply import HttpReply
@@ -37,7 +37,7 @@ SIGN_OF_LIFE_S = 10.0
 class ProcessorOptions(Options, frozen=True, kw_only=True):
     """Options of the processor."""
 
-    model: Annotated[str, option("Hugging Face causal LM: folder or hub name", agrees=True)] = DEFAULT_MODEL
+    model: ModelName = DEFAULT_MODEL
     served_model_name: Annotated[str | None, option("name in the API; unset: the model's")] = None
     hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph", agrees=True)] = 0
     max_model_len: Annotated[

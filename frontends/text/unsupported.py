@@ -28,9 +28,13 @@ _FIELDS = (
 
 
 def refuse_unsupported(value: Mapping[str, Any]) -> None:
-    """Raises `ApiError` 400 if one of the fields is set to anything that asks for something."""
+    """Raises `ApiError` 400 if one of the fields is set to anything that asks for something.
+
+    An empty object does: as a schema it allows any JSON, and nothing but JSON. So does 0, as in prompt_logprobs.
+    """
     for name in _FIELDS:
-        if value.get(name):
+        asked = value.get(name)
+        if not (asked is None or asked is False or asked in ("", [])):
             raise not_supported(name)
     if value.get("modalities") not in (None, [], ["text"]):
         raise not_supported("modalities", "only text")

@@ -21,7 +21,23 @@ def test_models() -> None:
         unknown = await served.ask("/v1/models/other", method="GET")
         assert (unknown.status, unknown.json["error"]["code"]) == (404, "model_not_found")
 
-    serve(test, served_model_name="org/name")
+    serve(test, FakeWorker(), served_model_name="org/name")
+
+
+def test_the_model_is_listed_once_a_worker_was_ready_and_stays() -> None:
+    async def test(served: Served) -> None:
+        async def statuses() -> set[int]:
+            asked = [await served.ask(path, method="GET") for path in ("/v1/models", f"/v1/models/{DEFAULT_MODEL}")]
+            assert all((answer.status == 503) == ("retry-after" in answer.headers) for answer in asked)
+            return {answer.status for answer in asked}
+
+        assert await statuses() == {503}
+        served.workers.serve("decode/0", FakeWorker())
+        assert await statuses() == {200}
+        served.workers.remove("decode/0")
+        assert await statuses() == {200}
+
+    serve(test)
 
 
 def test_unknown_paths_and_methods() -> None:

@@ -144,14 +144,14 @@ def test_model_needs_a_node_that_has_one() -> None:
     assert settle(make_graph(), model="m").faults == ("--model: no node has an option 'model'",)
 
 
-def test_model_reaches_every_node_that_has_one() -> None:
+@pytest.mark.parametrize("file", ["graph/disagg.py", "graph/agg.py"])
+@pytest.mark.parametrize("model", ["somewhere/model", None])
+def test_model_reaches_every_node_that_has_one(file: str, model: str | None) -> None:
     from graph.loader import load_graph
 
-    view = view_of(load_graph("graph/disagg.py"), model="somewhere/model", environ={"HEADRACE_MODEL": "weaker"})
-    models = {name: node.options.get("model") for name, node in view.nodes.items()}
-    assert models == {"frontend": None, "router": None} | dict.fromkeys(
-        ("processor", "prefill", "decode"), "somewhere/model"
-    )
+    view = view_of(load_graph(file), model=model, environ={"HEADRACE_MODEL": "weaker/model"})
+    models = {name: node.options["model"] for name, node in view.nodes.items() if "model" in node.options}
+    assert models == dict.fromkeys(view.nodes.keys() - {"frontend", "router"}, model or "weaker/model")
 
 
 def test_the_transfer_variables_reach_both_workers() -> None:

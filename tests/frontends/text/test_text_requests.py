@@ -160,6 +160,8 @@ def test_ids_outside_the_vocabulary_are_refused(smol: TextModel, id: str) -> Non
         ("response_format", "x"),
         ("chat_template", "x"),
         ("suffix", "x"),
+        ("guided_json", {}),
+        ("prompt_logprobs", 0),
         ("modalities", ["text", "audio"]),
     ],
 )
@@ -171,7 +173,12 @@ def test_what_would_change_the_answer_is_refused_not_ignored(field: str, value: 
 
 def test_harmless_forms_of_unsupported_fields_are_accepted() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    for fields in ({"tools": tools, "tool_choice": "none"}, {"tools": []}, {"response_format": {"type": "text"}}):
+    for fields in (
+        {"tools": tools, "tool_choice": "none"},
+        {"tools": []},
+        {"response_format": {"type": "text"}},
+        {"suffix": "", "documents": [], "use_beam_search": False, "guided_json": None},
+    ):
         assert chat(**fields) == chat()
 
 
