@@ -17,11 +17,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from frontends.balance import PeerPool
 from frontends.http_exchange import ClientLeft, Exchange, Receive, RefusedHere, Send, read_body, send_refusal
 from frontends.http_replies import Headers, Refusal, request_id
-from frontends.http_server import ABORT
+from frontends.http_server import ABORT, SURPLUS
 from frontends.messages import HttpRequest
 from graph import Client, Context
 
 _log = logging.getLogger(__name__)
+_TOO_MANY = Refusal(503, "Too many connections are open; try again.", code="too_many_connections", retry_after_s=1)
 
 OWN_ROUTES = ("/live", "/health", "/metrics")
 API_ROUTES = (
@@ -68,6 +69,8 @@ class Gateway:
         status = 0
         self.metrics.open_requests.inc()
         try:
+            if SURPLUS in scope.get("extensions", {}):
+                raise RefusedHere(_TOO_MANY)
             if scope["path"] in OWN_ROUTES:
                 status = await self._answer(scope, identity, send)
             else:

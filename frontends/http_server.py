@@ -10,6 +10,7 @@ Life of a connection:
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -25,6 +26,9 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 ABORT = "headrace.abort"
 """Name of the scope's extension that cuts the connection without flushing it."""
 
+SURPLUS = "headrace.surplus"
+"""Name of the extension of a scope whose connection is beyond `max_connections`: it gets one reply, a refusal."""
+
 MAX_HEAD_BYTES = 32 * 1024
 HEAD_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 75
@@ -33,6 +37,15 @@ IDLE_GRACE_S = 1.0
 """How long a server that drains leaves idle connections open: a request may be on its way on one."""
 
 CLOSE_GRACE_S = 1.0
+_LEAST_RESERVE = 64
+
+
+def max_connections(file_limit: int) -> int:
+    """Connections to serve under a limit of open files: an eighth is kept back for refusals and everything else.
+
+    At the limit itself the kernel gives no descriptor to say anything on, and the event loop drops what comes.
+    """
+    return max(1, file_limit - max(_LEAST_RESERVE, file_limit // 8))
 
 
 class _Protocol(HttpToolsProtocol):
@@ -42,9 +55,11 @@ class _Protocol(HttpToolsProtocol):
     _in_head = True
     _head_timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, draining: asyncio.Event, **rest: Any) -> None:
+    def __init__(self, draining: asyncio.Event, most: int, **rest: Any) -> None:
         super().__init__(**rest)
         self._draining = draining
+        self._most = most
+        self._is_surplus = False
 
     @property
     def is_idle(self) -> bool:
@@ -53,6 +68,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._is_surplus = len(self.connections) > self._most
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -70,6 +86,8 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self._expect_head()
         self.scope["extensions"] = {ABORT: {"call": self.transport.abort}}
+        if self._is_surplus:
+            self.scope["extensions"][SURPLUS] = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value) + 4
@@ -81,7 +99,7 @@ class _Protocol(HttpToolsProtocol):
         self._in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
-        if self._draining.is_set() and self.cycle is not None:
+        if (self._draining.is_set() or self._is_surplus) and self.cycle is not None:
             self.cycle.keep_alive = False  # the reply says so to the client
 
     def on_message_complete(self) -> None:
@@ -145,6 +163,7 @@ class HttpServer:
         self._state = ServerState()
         self._server: asyncio.Server | None = None
         self._draining = asyncio.Event()
+        self._most = max_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
     @property
     def num_connections(self) -> int:
@@ -191,7 +210,7 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=CLOSE_GRACE_S)
 
     def _make_protocol(self) -> asyncio.Protocol:
-        return _Protocol(self._draining, config=self._config, server_state=self._state, app_state={})
+        return _Protocol(self._draining, self._most, config=self._config, server_state=self._state, app_state={})
 
     def _stop_accepting(self) -> None:
         if self._server is not None:

@@ -14,6 +14,7 @@ import pytest
 import uvloop
 from frontend_fakes import FakeClient, FakeContext, listening_socket, until
 
+from frontends.http_server import max_connections
 from frontends.ingress import FrontendOptions, OpenAIFrontend
 from frontends.messages import HttpBody, HttpHead
 from graph import Health, Overloaded
@@ -398,5 +399,34 @@ def test_drain_finishes_the_running_and_accepts_no_more() -> None:
         late = await connect(served, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")  # waits in the shared listener's queue
         with late, pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.get_running_loop().sock_recv(late, 100), 0.1)
+
+    serve(test)
+
+
+# --- the limit of open files
+
+
+@pytest.mark.parametrize(("file_limit", "most"), [(1_024, 896), (65_536, 57_344), (256, 192), (40, 1)])
+def test_an_eighth_of_the_files_is_kept_back(file_limit: int, most: int) -> None:
+    assert max_connections(file_limit) == most
+
+
+def test_connections_beyond_the_limit_are_told_to_come_again() -> None:
+    async def test(served: Served) -> None:
+        served.processors.serve("processor/0", silent)
+        served.frontend._server._most = 2  # type: ignore[union-attr]
+        request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+        served_ones = [await connect(served, request) for _ in range(2)]
+        await until(lambda: len(served.frontend._gateway._exchanges) == 2)  # type: ignore[union-attr]
+
+        refused = await read_all(await connect(served, request))  # the connection ends behind the reply
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in refused.lower()
+        assert b'"code":"too_many_connections"' in refused.replace(b" ", b"")
+
+        for client in served_ones:
+            client.close()
+        await until(lambda: served.frontend._server.num_connections == 0)  # type: ignore[union-attr]
+        assert (await served.http.get("/live")).status_code == 200
 
     serve(test)
