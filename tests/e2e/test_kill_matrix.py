@@ -81,7 +81,7 @@ def kill_once(bench: Bench, node: str, number: int, *, after_s: float) -> Kill:
     return Kill(bench.faults(outcomes, lost_ports=lost_ports), len(checked), pause_s)
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("node", NODES)
 def test_killed_nothing_is_lost(bench: Bench, node: str, number: int) -> None:
     kill = kill_once(bench, node, number, after_s=0.6 + 0.3 * number)
