@@ -355,9 +355,9 @@ def main() -> None:
             command = [sys.executable, __file__, "--candidate", name, "--blocks", str(args.blocks)]
             out(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         chains = make_chains(args.blocks, length)
-        walls, cpus = uvloop.run(decide(chains, args.workers, args.decisions))
+        decisions = uvloop.run(decide(chains, args.workers, args.decisions))
         out("\n| decision | p50 | p90 | p99 |\n|---|---|---|---|\n")
-        for name, times in (("wall", walls), ("CPU", cpus)):
+        for name, times in decisions.items():
             marks = " | ".join(f"{percentile(times, share) * 1e6:.0f} us" for share in (0.5, 0.9, 0.99))
             out(f"| {name} | {marks} |\n")
         placed, stored = uvloop.run(through_links(chains, args.seconds))
