@@ -49,15 +49,17 @@ class Expected:
 
     def extend(self, overlaps: dict[str, int], keys: Sequence[int]) -> dict[str, int]:
         """The overlaps with what is expected behind them; the given ones stay as they are."""
-        extended = overlaps
+        extended, total, depth_of = overlaps, len(keys), overlaps.get
         for worker, expected in self._keys.items():
-            depth = start = overlaps.get(worker, 0)
-            while depth < len(keys) and keys[depth] in expected:
+            start = depth_of(worker, 0)
+            if start >= total or keys[start] not in expected:  # so it is for nearly all workers
+                continue
+            depth = start + 1
+            while depth < total and keys[depth] in expected:
                 depth += 1
-            if depth > start:
-                if extended is overlaps:
-                    extended = dict(overlaps)
-                extended[worker] = depth
+            if extended is overlaps:
+                extended = dict(overlaps)
+            extended[worker] = depth
         return extended
 
     def expect(self, key: str, promises: Sequence[Promise], now_s: float) -> None:
