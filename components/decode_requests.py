@@ -28,9 +28,6 @@ from graph import Client, Context, LinkError, Refused, Stream
 if TYPE_CHECKING:
     from components.decode import DecodeOptions
 
-LINK_WAIT_S = 3.0
-"""How long a request waits for the first prefill worker's handshake; then its prompt is computed here."""
-
 
 class _Walk(msgspec.Struct):
     """What is noted of one request for its first and its last chunk."""
@@ -138,7 +135,7 @@ class DecodeRequests:
             self._take(request, stream)
 
     async def _begin_linked(self, request: GenerateRequest, stream: Stream, peers: PrefillPeers) -> None:
-        await peers.settle(LINK_WAIT_S)
+        await peers.settle()
         if stream.is_closed:
             return
         try:

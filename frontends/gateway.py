@@ -69,10 +69,10 @@ class Gateway:
         status = 0
         self.metrics.open_requests.inc()
         try:
-            if SURPLUS in scope.get("extensions", {}):
-                raise RefusedHere(_TOO_MANY)
-            if scope["path"] in OWN_ROUTES:
+            if scope["path"] in OWN_ROUTES:  # whoever watches the server is answered on a surplus connection too
                 status = await self._answer(scope, identity, send)
+            elif SURPLUS in scope.get("extensions", {}):
+                raise RefusedHere(_TOO_MANY)
             else:
                 status = await self._forward(scope, headers, identity, receive, send)
         except ClientLeft:

@@ -26,6 +26,9 @@ from components.transfer.probe import ProbeTimeout, Speed, likely_cause
 from graph import Client, GraphError, LinkError, Peer, Refused
 
 HANDSHAKE_TIMEOUT_S = 10.0
+LINK_PATIENCE_S = 3.0
+"""How long after a prefill worker has appeared requests may wait for its link, while no other is linked."""
+
 RETRY_S = 0.5
 FOREVER_S = 1e8  # a queue that does not change is not told
 
@@ -89,6 +92,7 @@ class PrefillPeers:
         self._on_lost = on_lost
         self._linked: dict[str, LinkedPrefill] = {}
         self._boots: dict[str, str] = {}
+        self._seen_s: dict[str, float] = {}
         self._refusals: dict[str, GraphError] = {}
         self._queues: dict[str, PrefillQueue] = {}
         self._news = asyncio.Event()  # one for each change: set, and replaced
@@ -105,16 +109,19 @@ class PrefillPeers:
 
     @property
     def is_linking(self) -> bool:
-        """Whether none is linked yet and a handshake is under way."""
-        known = self._linked.keys() | self._refusals.keys()
-        return not self._linked and not known.issuperset(self._boots)
+        """Whether none is linked yet, and one that appeared a moment ago is shaking hands."""
+        return not self._linked and asyncio.get_running_loop().time() < self._patient_until_s()
 
-    async def settle(self, timeout_s: float) -> None:
-        """Returns when one is linked, or no handshake is under way any more, or the time is over."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.is_linking:
+    async def settle(self) -> None:
+        """Returns when none is being linked any more, as `is_linking` has it."""
+        while self.is_linking:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._patient_until_s()):
                     await self._news.wait()
+
+    def _patient_until_s(self) -> float:
+        linking = self._seen_s.keys() - self._linked.keys() - self._refusals.keys()
+        return max((self._seen_s[id] + LINK_PATIENCE_S for id in linking), default=0.0)
 
     def queue(self, id: str) -> PrefillQueue | None:
         """How long the queue of a prefill worker is, as it told last."""
@@ -133,6 +140,7 @@ class PrefillPeers:
         for peer in peers.values():
             if peer.id not in self._boots:
                 self._boots[peer.id] = peer.boot
+                self._seen_s[peer.id] = asyncio.get_running_loop().time()
                 self._spawn(self._link(peer), name=f"handshake {peer.id}")
 
     def _tell(self) -> None:
@@ -140,7 +148,7 @@ class PrefillPeers:
         self._news = asyncio.Event()
 
     def _drop(self, id: str) -> None:
-        del self._boots[id]
+        del self._boots[id], self._seen_s[id]
         self._refusals.pop(id, None)
         self._queues.pop(id, None)
         linked = self._linked.pop(id, None)

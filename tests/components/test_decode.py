@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from transfer_pair import Prefill, make_prompt, oracle, pair, until
 
-from components import decode_requests, rules
+from components import rules
 from components.messages import KVHandshake
 from components.options import CacheTransceiverConfig, DisaggOptions, FakeEngine
+from components.transfer import peers
 from graph import Refused
 
 OFF = CacheTransceiverConfig()
@@ -117,7 +118,7 @@ async def test_a_request_waits_for_the_first_prefill_worker_that_is_being_linked
 
 
 async def test_a_link_that_does_not_come_is_not_waited_for_longer_than_its_time(monkeypatch):
-    monkeypatch.setattr(decode_requests, "LINK_WAIT_S", 0.2)
+    monkeypatch.setattr(peers, "LINK_PATIENCE_S", 0.2)
     async with pair(started=False) as two:
         two.prefill.loses[KVHandshake] = 100
         await two.start_prefill(is_usable=False)
@@ -131,8 +132,8 @@ async def test_a_link_that_does_not_come_is_not_waited_for_longer_than_its_time(
         assert answer.tokens == oracle(prompt)
         assert answer.timing.mode == "local"
         assert not two.decode._requests._walks
+        assert not two.decode._requests._peers.is_linking  # so that later requests wait no more
         two.vanish("prefill/0")
-        assert not two.decode._requests._peers.is_linking
 
 
 async def test_the_output_so_far_of_a_moved_request_is_pulled_as_well():

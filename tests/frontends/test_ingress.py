@@ -424,6 +424,10 @@ def test_connections_beyond_the_limit_are_told_to_come_again() -> None:
         assert b"\r\nretry-after: 1\r\n" in refused.lower()
         assert b'"code":"too_many_connections"' in refused.replace(b" ", b"")
 
+        live = await read_all(await connect(served, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"))
+        assert live.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close\r\n" in live.lower()
+
         for client in served_ones:
             client.close()
         await until(lambda: served.frontend._server.num_connections == 0)  # type: ignore[union-attr]
