@@ -27,7 +27,7 @@ ABORT = "headrace.abort"
 """Name of the scope's extension that cuts the connection without flushing it."""
 
 SURPLUS = "headrace.surplus"
-"""Name of the extension of a scope whose connection is beyond `max_connections`: one reply, and no work is done for it."""
+"""Name of the extension of a scope whose connection is beyond `max_connections`: one reply, no work."""
 
 MAX_HEAD_BYTES = 32 * 1024
 HEAD_TIMEOUT_S = 30.0

@@ -7,6 +7,7 @@ float32 goes through torch's SDPA, bfloat16 through FlashInfer and, for the fuse
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from components.engine.runner import Batch, Runner, Sampled, SampleRow
+sys.path.insert(0, str(Path(__file__).parents[1] / "components" / "engine"))
+
+from paged_sequences import PagedSequences
+
+from components.engine.runner import Runner, Sampled, SampleRow
 from components.engine.sampling import sample
 from components.messages import Sampling
 from components.options import WorkerOptions
@@ -69,24 +74,22 @@ def make_runner(tmp_path: Path) -> Iterator[Callable[..., Runner]]:
         runner.close()
 
 
-class Sequences:
-    """Sequences with scattered blocks, driven step by step; keeps what each chose and its log-probabilities."""
+class Sequences(PagedSequences):
+    """Random prompts driven step by step; keeps what each chose and its log-probabilities."""
 
     def __init__(self, runner: Runner, lengths: list[int]) -> None:
         random = np.random.default_rng(1)
-        self.tokens = [random.integers(1, VOCAB, length).tolist() for length in lengths]
+        prompts = [random.integers(1, VOCAB, length).tolist() for length in lengths]
+        super().__init__(prompts, block_size=BLOCK, num_blocks=runner.num_blocks)
         self.seen: dict[tuple[int, int], dict[int, float]] = {}  # (sequence, position) -> log-probabilities
         self._runner = runner
-        self._computed = [0] * len(lengths)
-        self._free = random.permutation(runner.num_blocks).tolist()
-        self._tables: list[list[int]] = [[] for _ in lengths]
 
     def step(self, counts: dict[int, int]) -> None:
         """Computes `counts[i]` more tokens of sequence i and appends what is chosen.
 
         The GPU is busy meanwhile, as it is when steps overlap: what the host prepares must outlast the wait.
         """
-        batch = self.batch(counts)
+        batch = self.batch(counts, LOGPROBS)
         torch.cuda._sleep(LEAD_CYCLES)
         sampled = self._runner.execute(batch)
         for row, token, logprobs in zip(batch.samples, sampled.tokens.tolist(), sampled.logprobs, strict=True):
@@ -98,32 +101,7 @@ class Sequences:
     def generate(self, steps: int, chunk: int) -> None:
         """`steps` steps of all sequences together, prompts in chunks."""
         for _ in range(steps):
-            self.step({i: min(chunk, len(t) - self._computed[i]) for i, t in enumerate(self.tokens)})
-
-    def batch(self, counts: dict[int, int]) -> Batch:
-        """The step that computes so much."""
-        ids, positions, samples = [], [], []
-        slots: list[int] = []
-        empty = np.empty(0, np.int32)
-        for row, (i, count) in enumerate(counts.items()):
-            start, stop = self._computed[i], self._computed[i] + count
-            while len(self._tables[i]) * BLOCK < stop:
-                self._tables[i].append(self._free.pop())
-            ids += self.tokens[i][start:stop]
-            positions += range(start, stop)
-            slots += [self._tables[i][p // BLOCK] * BLOCK + p % BLOCK for p in range(start, stop)]
-            if stop == len(self.tokens[i]):
-                samples.append(SampleRow(row, LOGPROBS, stop, empty, empty))
-            self._computed[i] = stop
-        return Batch(
-            input_ids=np.array(ids, np.int32),
-            positions=np.array(positions, np.int32),
-            cu_seqlens_q=np.cumsum([0, *counts.values()]).astype(np.int32),
-            seq_lens=np.array([self._computed[i] for i in counts], np.int32),
-            block_tables=tuple(np.array(self._tables[i], np.int32) for i in counts),
-            slot_mapping=np.array(slots, np.int64),
-            samples=tuple(samples),
-        )
+            self.step({i: min(chunk, len(t) - self.computed[i]) for i, t in enumerate(self.tokens)})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -161,7 +139,7 @@ def test_a_step_that_samples_nothing_is_over_when_it_returns(dtype: str, make_ru
 def test_a_step_that_fails_is_over_when_that_is_told(dtype: str, make_runner: Callable[..., Runner]) -> None:
     """Its blocks are freed, and may be lent to a transfer at once."""
     runner = make_runner("llama", dtype=dtype)
-    batch = Sequences(runner, [50]).batch({0: 50})
+    batch = Sequences(runner, [50]).batch({0: 50}, LOGPROBS)
     nowhere = msgspec.structs.replace(batch.samples[0], row=7)
     torch.cuda._sleep(LEAD_CYCLES)
     with pytest.raises(IndexError):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from paged_sequences import PagedSequences
 from transformers import AutoModelForCausalLM
 
 from components.engine import torch_runner
-from components.engine.runner import Batch, Sampled, SampleRow
+from components.engine.runner import Sampled
 from components.engine.torch_runner import TorchRunner
 from components.messages import Sampling
 from components.options import WorkerOptions
@@ -62,19 +63,16 @@ def save_model(folder: Path, name: str, **changes: Any) -> Path:
     return folder
 
 
-class Sequences:
-    """Runs sequences through a runner and keeps the logits of every sampled row."""
+class Sequences(PagedSequences):
+    """Runs sequences through a runner."""
 
     def __init__(self, runner: TorchRunner, prompts: list[list[int]], *, seed: int = 0) -> None:
+        super().__init__(prompts, block_size=BLOCK, num_blocks=runner.num_blocks, seed=seed)
         self.runner = runner
-        self.tokens = [list(prompt) for prompt in prompts]
-        self.computed = [0] * len(prompts)
-        self._free = np.random.default_rng(seed).permutation(runner.num_blocks).tolist()
-        self._tables: list[list[int]] = [[] for _ in prompts]
 
     def step(self, counts: dict[int, int], sampling: Sampling = GREEDY) -> Sampled:
         """Computes `counts[i]` more tokens of sequence i; appends what is sampled."""
-        batch = self._batch(counts, sampling)
+        batch = self.batch(counts, sampling)
         sampled = self.runner.execute(batch)
         for sample, token in zip(batch.samples, sampled.tokens, strict=True):
             self.tokens[list(counts)[sample.row]].append(int(token))
@@ -89,32 +87,6 @@ class Sequences:
             if len(tokens) < goals[i]
         }:
             self.step(counts)
-
-    def _batch(self, counts: dict[int, int], sampling: Sampling) -> Batch:
-        ids, positions, slots, samples = [], [], [], []
-        for row, (i, count) in enumerate(counts.items()):
-            start, stop = self.computed[i], self.computed[i] + count
-            while len(self._tables[i]) * BLOCK < stop:
-                self._tables[i].append(self._free.pop())
-            ids += self.tokens[i][start:stop]
-            positions += range(start, stop)
-            slots += [self._tables[i][p // BLOCK] * BLOCK + p % BLOCK for p in range(start, stop)]
-            if stop == len(self.tokens[i]):
-                samples.append(SampleRow(row, sampling, stop, _ints([]), _ints([])))
-            self.computed[i] = stop
-        return Batch(
-            input_ids=_ints(ids),
-            positions=_ints(positions),
-            cu_seqlens_q=_ints(np.cumsum([0, *counts.values()])),
-            seq_lens=_ints([self.computed[i] for i in counts]),
-            block_tables=tuple(_ints(self._tables[i]) for i in counts),
-            slot_mapping=np.array(slots, np.int64),
-            samples=tuple(samples),
-        )
-
-
-def _ints(values: Any) -> np.ndarray:
-    return np.asarray(values, np.int32)
 
 
 @pytest.fixture
