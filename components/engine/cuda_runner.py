@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from components.engine.attention import KVPool
+from components.engine.chunk_graphs import FIELDS, ChunkGraphs, pad
 from components.engine.flash import FlashAttention, FlashStep, Tables
 from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import GpuSampler, LogprobCopy
@@ -66,10 +67,12 @@ class CudaRunner:
         ]
         self._decoder: CudaDecoder | None = None
         self._graphs: DecodeGraphs | None = None
+        self._chunk_graphs: ChunkGraphs | None = None
         with torch.inference_mode():
             if loaded.is_fused and can_decode(loaded.model, config):
-                self._decoder = CudaDecoder(loaded.model, self._pool.blocks, self.max_model_len)
-                self._prepare_graphs(options, max_blocks, report)
+                max_batch = min(options.max_num_seqs, _MAX_GRAPH_BATCH)
+                self._decoder = CudaDecoder(loaded.model, self._pool.blocks, self.max_model_len, max_batch)
+                self._prepare_graphs(max_batch, max_tokens, max_blocks, report)
             self._warm_up(report)
 
     @property
@@ -111,7 +114,7 @@ class CudaRunner:
     def close(self) -> None:
         """Frees the model, the graphs and the pool."""
         torch.cuda.synchronize(self._device)
-        self._graphs = self._decoder = None
+        self._graphs = self._chunk_graphs = self._decoder = None
         del self._model, self._attention, self._pool
         torch.cuda.empty_cache()
 
@@ -120,23 +123,24 @@ class CudaRunner:
         count = len(batch.input_ids)
         kept = batch.cu_seqlens_q[[row.row + 1 for row in batch.samples]] - 1
         feeds = batch.feeds if batch.feeds is not None else np.full(count, -1, np.int32)
-        parts = (
-            batch.input_ids,
-            feeds,
-            batch.positions,
-            batch.slot_mapping.astype(np.int32),
-            kept,
-            *batch.block_tables,
-        )
-        sent = self._staging.send(np.concatenate(parts).astype(np.int32, copy=False))
-        given, fed, positions, slots = sent[: 4 * count].view(4, count)
-        kept_rows = sent[4 * count : 4 * count + len(kept)]
-        step = self._attention.plan_chunks(self._tables(batch, sent[4 * count + len(kept) :]), slots)
+        fields = (batch.input_ids, feeds, batch.positions, batch.slot_mapping.astype(np.int32))
+        size = self._chunk_graphs.size_for(count) if self._chunk_graphs is not None else None
+        spare_slot = self._pool.num_blocks * self.layout.block_size
+        head = pad(fields, size or count, spare_slot)
+        sent = self._staging.send(np.concatenate((head, kept, *batch.block_tables)).astype(np.int32, copy=False))
+        kept_rows, blocks = sent[len(head) :].split((len(kept), len(sent) - len(head) - len(kept)))
+        given, fed, positions, slots = sent[: len(head)].view(FIELDS, -1)[:, :count]
+        step = self._attention.plan_chunks(self._tables(batch, blocks), slots)
+        if self._chunk_graphs is not None and size is not None:
+            return self._logits(self._chunk_graphs.run(size, count, step), kept_rows)
         ids = torch.where(fed >= 0, self._last_tokens[fed.clamp_min(0)], given)
         if self._decoder is None:
             return self._run_model(ids, positions, step, kept_rows)
-        hidden = self._decoder.hidden(ids, positions, slots, step)
-        return self._decoder.logits(hidden[kept_rows]) if batch.samples else None
+        return self._logits(self._decoder.hidden(ids, positions, slots, step), kept_rows)
+
+    def _logits(self, hidden: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
+        assert self._decoder is not None
+        return self._decoder.logits(self._decoder.norm(hidden[kept])) if len(kept) else None
 
     def _run_model(
         self, ids: torch.Tensor, positions: torch.Tensor, step: FlashStep, kept: torch.Tensor
@@ -160,18 +164,16 @@ class CudaRunner:
         ends = torch.from_numpy(last_lengths.astype(np.int32))
         return Tables(torch.from_numpy(batch.cu_seqlens_q), torch.from_numpy(cu_blocks), ends, blocks)
 
-    def _prepare_graphs(self, options: WorkerOptions, max_blocks: int, report: Callable[[str], None]) -> None:
+    def _prepare_graphs(self, max_batch: int, max_tokens: int, max_blocks: int, report: Callable[[str], None]) -> None:
         assert self._decoder is not None
         report("compiling attention kernels")
         self._attention.compile({layer.shape.sliding_window is not None for layer in self._decoder.layers})
         self._graphs = DecodeGraphs(
-            self._decoder,
-            self._attention,
-            max_batch=min(options.max_num_seqs, _MAX_GRAPH_BATCH),
-            vocab_size=self.vocab_size,
-            max_blocks=max_blocks,
+            self._decoder, self._pool, max_batch=max_batch, vocab_size=self.vocab_size, max_blocks=max_blocks
         )
         self._graphs.capture(self._last_tokens, report)
+        self._chunk_graphs = ChunkGraphs(self._decoder, self._staging.device_buffer, max_tokens)
+        self._chunk_graphs.capture(self._last_tokens, report)
 
     def _warm_up(self, report: Callable[[str], None]) -> None:
         """One prompt with a draw of each kind, so that no request waits for a compiler."""

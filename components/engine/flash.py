@@ -1,8 +1,8 @@
 """Paged attention by FlashInfer, on the KV layout as it is: block-major, head-outermost, strided per layer.
 
-Chunks and mixed batches go through the prefill kernel (FA3 on Hopper), planned once a step for each kind
-of layer; steps of single tokens go through the decode kernel, whose buffers a CUDA graph may hold on to.
-Kernels are compiled at first use and kept in FlashInfer's cache folder. Imported on CUDA hosts only.
+Any step goes through the prefill kernel (FA3 on Hopper), planned once a step for each kind of layer; decode steps of
+fused models have a kernel of their own (`decode_attention.py`). Kernels are compiled at first use and kept in
+FlashInfer's cache folder. Imported on CUDA hosts only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class FlashAttention:
 
         dtype, dim = self.pool.blocks.dtype, self.pool.layout.head_dim
         chunks = determine_attention_backend(self.pool.blocks.device, 0, False, False, dtype, dtype)
-        kinds = [(backend, window) for backend in {"fa2", chunks} for window in windows]
+        kinds = [(chunks, window) for window in windows]
         with ThreadPoolExecutor(len(kinds)) as workers:
             made = [
                 workers.submit(
@@ -119,39 +119,6 @@ class FlashAttention:
         )
         return wrapper
 
-    def decode_wrapper(self, key: _Key, cu_blocks: torch.Tensor, blocks: torch.Tensor, lengths: torch.Tensor) -> Any:
-        """A decode wrapper that keeps reading these device buffers, as a CUDA graph needs it."""
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
-        return BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            "HND",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=cu_blocks,
-            paged_kv_indices_buffer=blocks,
-            paged_kv_last_page_len_buffer=lengths,
-        )
-
-    def plan_decode(self, wrapper: Any, key: _Key, tables: Tables, *, is_first: bool) -> None:
-        """Plans a decode wrapper; from the second time on, its device buffers have been filled by the caller."""
-        from flashinfer.decode import fast_decode_plan
-
-        wrapper._pin_memory_int_workspace_buffer = self._plan_buffer(key)
-        heads = (self._num_query_heads, *self._common())
-        if is_first:
-            wrapper.plan(tables.cu_blocks, tables.blocks, tables.last_lengths, *heads, **self._settings(key))
-        else:
-            fast_decode_plan(
-                wrapper,
-                tables.cu_blocks,
-                tables.blocks,
-                tables.last_lengths,
-                *heads,
-                global_override_indptr_cpu=tables.cu_blocks,
-                **self._settings(key),
-            )
-
     def _plan_buffer(self, key: _Key) -> torch.Tensor:
         if key not in self._pinned:
             self._pinned[key] = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -195,46 +162,12 @@ class FlashStep:
         kv[self._block, :, 0, self._offset] = keys
         kv[self._block, :, 1, self._offset] = values
 
-    def attend(self, layer: int, queries: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Attends with queries, (tokens, query_heads, head_dim), over what is written."""
+    def attend(self, layer: int, queries: torch.Tensor, shape: Shape, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Attends with queries, (tokens, query_heads, head_dim), over what is written; into `out` if it is given."""
         key = layer_key(shape)
         if key not in self._planned:
             self._planned[key] = self._attention.chunk_wrapper(key, self._tables)
         blocks = self._attention.pool.blocks
-        out: torch.Tensor = self._planned[key].run(
-            queries.contiguous(), (blocks[:, :, layer, 0], blocks[:, :, layer, 1])
-        )
-        return out
-
-
-class FlashDecode:
-    """Decode steps of one batch size on fixed device buffers; a `PagedStep` without `write`, for graphs."""
-
-    def __init__(
-        self, attention: FlashAttention, cu_blocks: torch.Tensor, blocks: torch.Tensor, lengths: torch.Tensor
-    ) -> None:
-        self._attention = attention
-        self._buffers = (cu_blocks, blocks, lengths)
-        self._wrappers: dict[_Key, Any] = {}
-        self._tables: Tables | None = None
-
-    def plan(self, tables: Tables) -> None:
-        """Plans the next step for every kind of layer met so far."""
-        self._tables = tables
-        for key, wrapper in self._wrappers.items():
-            self._attention.plan_decode(wrapper, key, tables, is_first=False)
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Not part of a fused decode, whose rotary kernel writes."""
-        raise NotImplementedError
-
-    def attend(self, layer: int, queries: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Attends with one query for each sequence, (S, query_heads, head_dim)."""
-        key = layer_key(shape)
-        if key not in self._wrappers:
-            assert self._tables is not None, "a step is planned before it runs"
-            self._wrappers[key] = self._attention.decode_wrapper(key, *self._buffers)
-            self._attention.plan_decode(self._wrappers[key], key, self._tables, is_first=True)
-        blocks = self._attention.pool.blocks
-        out: torch.Tensor = self._wrappers[key].run(queries, (blocks[:, :, layer, 0], blocks[:, :, layer, 1]))
-        return out
+        kv = (blocks[:, :, layer, 0], blocks[:, :, layer, 1])
+        attended: torch.Tensor = self._planned[key].run(queries.contiguous(), kv, out=out)
+        return attended

@@ -1,7 +1,9 @@
-"""Whole decoders of the Llama shape for CUDA: the joined projections of `fuse.py` between Triton kernels.
+"""Whole decoders of the Llama shape for CUDA: the joined projections of `fuse.py` and Triton kernels between them.
 
-A layer is nine kernels: norm with the residual's sum, q/k/v product, rotary with the KV write, attention,
-output product, norm with sum, gate/up product, SiLU times up, down product.
+The norms' weights are multiplied into the products behind them, what is left of a norm is a factor for each row,
+and the residual is added by the product before. So a layer's decode step is six kernels: q/k/v product, attention
+with rotary and the KV write, output product, gate/up product, SiLU times up, down product; one sequence alone takes
+five, all products in Triton. Chunks take three more for the factors and the rotary.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import torch.nn.functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
 from components.engine.attention import PagedStep
+from components.engine.decode_attention import DecodeAttention, DecodeTables, Heads
 from components.engine.fuse import FoldedRotary, FusedLayer, RMSNorm
-from components.engine.layer_kernels import rms_norm, rotary_write, silu_mul
+from components.engine.layer_kernels import rms_norm, rotary_write, row_scales, silu_mul
+from components.engine.single_row import single_row
 
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the sequence's length
 
@@ -22,40 +26,103 @@ _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not de
 class CudaDecoder:
     """A fused transformers model from token ids to hidden states, and from those to logits."""
 
-    def __init__(self, model: PreTrainedModel, pool: torch.Tensor, max_model_len: int) -> None:
-        """`model` has been through `fuse_layers`, and `can_decode` said yes."""
+    def __init__(self, model: PreTrainedModel, pool: torch.Tensor, max_model_len: int, max_sequences: int) -> None:
+        """`model` has been through `fuse_layers`, and `can_decode` said yes. Decode steps: up to `max_sequences`."""
         body: Any = model.base_model
         self._embedding: torch.Tensor = body.embed_tokens.weight
         self.layers: list[FusedLayer] = list(body.layers)
-        self._norms = [RMSNorm(body.norm) if layer is None else layer.attention_norm for layer in [*self.layers, None]]
+        for layer in self.layers:
+            _fold(layer.attention_norm, layer.qkv)
+            _fold(layer.mlp_norm, layer.gate_up)
+        self._heads = [_heads(layer) for layer in self.layers]
+        self._norm = RMSNorm(body.norm)
         self._head: torch.Tensor = model.lm_head.weight
         self._pool = pool
         self._tables = _rotary_tables(body.rotary_emb, max_model_len, pool.device)
+        self._attention = DecodeAttention(pool, self._tables, self.layers[0].num_heads, max_sequences)
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        """Query heads and what each takes."""
+        return self.layers[0].num_heads, self.layers[0].head_dim
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The residual that the first layer starts with, (tokens, size)."""
+        return F.embedding(ids, self._embedding)
+
+    def decode(self, ids: torch.Tensor, step: DecodeTables) -> torch.Tensor:
+        """Normed hidden states, (S, size), of one new token for each sequence."""
+        residual = self.embed(ids)
+        run = self._decode_one if len(ids) == 1 else self._decode_many
+        for layer, heads in zip(self.layers, self._heads, strict=True):
+            run(layer, heads, residual, step)
+        return self.norm(residual)
+
+    def _decode_one(self, layer: FusedLayer, heads: Heads, residual: torch.Tensor, step: DecodeTables) -> None:
+        eps, qkv, gate_up = layer.attention_norm.eps, layer.qkv, layer.gate_up
+        joined = single_row(residual, qkv.weight, qkv.bias, eps=eps)
+        attended = self._attention.attend(joined, None, layer.index, heads, step, source=None, eps=eps)
+        single_row(attended, layer.o.weight, layer.o.bias, add_to=residual)
+        gated = single_row(residual, gate_up.weight, gate_up.bias, eps=layer.mlp_norm.eps, gated=True)
+        single_row(gated, layer.down.weight, layer.down.bias, add_to=residual)
+
+    def _decode_many(self, layer: FusedLayer, heads: Heads, residual: torch.Tensor, step: DecodeTables) -> None:
+        eps, qkv, gate_up = layer.attention_norm.eps, layer.qkv, layer.gate_up
+        joined = torch.mm(residual, qkv.weight.t())
+        attended = self._attention.attend(joined, qkv.bias, layer.index, heads, step, source=residual, eps=eps)
+        _add_product(residual, attended, layer.o)
+        joined = torch.mm(residual, gate_up.weight.t())
+        _add_product(residual, silu_mul(joined, residual, gate_up.bias, layer.mlp_norm.eps), layer.down)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, step: PagedStep) -> torch.Tensor:
-        """Normed hidden states, (tokens, size), of `ids`, (tokens,); keys and values go into `slots`."""
-        residual = F.embedding(ids, self._embedding)
-        normed = rms_norm(residual, self._norms[0].weight, self._norms[0].eps)
-        for layer, following in zip(self.layers, self._norms[1:], strict=True):
-            queries = rotary_write(
-                layer.qkv(normed),
-                self._pool,
-                layer.index,
-                self._tables,
-                positions,
-                slots,
-                num_query_heads=layer.num_heads,
-                norms=_head_norms(layer),
-            )
-            delta = layer.o(step.attend(layer.index, queries, layer.shape).flatten(1))
-            normed = rms_norm(delta, layer.mlp_norm.weight, layer.mlp_norm.eps, residual=residual)
-            delta = layer.down(silu_mul(layer.gate_up(normed)))
-            normed = rms_norm(delta, following.weight, following.eps, residual=residual)
-        return normed
+        """Hidden states before the last norm, (tokens, size), of any step; keys and values go into `slots`."""
+        residual = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            queries = self.before_attention(index, residual, positions, slots)
+            attended = step.attend(layer.index, queries, layer.shape)
+            self.after_attention(index, residual, attended)
+        return residual
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of some rows of hidden states, (rows, vocabulary)."""
-        return torch.mm(hidden, self._head.t(), out=out)
+    def before_attention(
+        self,
+        index: int,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A layer up to its queries, (tokens, heads, head_dim), in `queries` if given; writes keys and values."""
+        layer, heads = self.layers[index], self._heads[index]
+        scales = row_scales(residual, layer.attention_norm.eps)
+        return rotary_write(
+            torch.mm(residual, layer.qkv.weight.t()),
+            scales,
+            layer.qkv.bias,
+            self._pool,
+            layer.index,
+            self._tables,
+            positions,
+            slots,
+            num_query_heads=heads.num_query_heads,
+            norms=heads.norms,
+            queries=queries,
+        )
+
+    def after_attention(self, index: int, residual: torch.Tensor, attended: torch.Tensor) -> None:
+        """The rest of a layer, added to the residual in place."""
+        layer = self.layers[index]
+        _add_product(residual, attended.flatten(1), layer.o)
+        eps = layer.mlp_norm.eps
+        joined = torch.mm(residual, layer.gate_up.weight.t())
+        _add_product(residual, silu_mul(joined, row_scales(residual, eps), layer.gate_up.bias, eps), layer.down)
+
+    def norm(self, residual: torch.Tensor) -> torch.Tensor:
+        """The last norm."""
+        return rms_norm(residual, self._norm.weight, self._norm.eps)
+
+    def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of some rows of normed hidden states, (rows, vocabulary)."""
+        return torch.mm(normed, self._head.t(), out=out)
 
 
 def can_decode(model: PreTrainedModel, config: PretrainedConfig) -> bool:
@@ -67,10 +134,24 @@ def can_decode(model: PreTrainedModel, config: PretrainedConfig) -> bool:
     return kind in _FIXED_ROPES and is_whole and isinstance(head, torch.nn.Linear) and head.bias is None
 
 
-def _head_norms(layer: FusedLayer) -> tuple[torch.Tensor, torch.Tensor, float] | None:
-    if layer.q_norm is None or layer.k_norm is None:
-        return None
-    return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
+def _fold(norm: RMSNorm, linear: torch.nn.Linear) -> None:
+    """Multiplies a norm's weight into the product behind it, and leaves ones in its place: the layer stays the same."""
+    with torch.no_grad():
+        linear.weight.mul_(norm.weight)
+    norm.weight = torch.nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
+
+
+def _add_product(residual: torch.Tensor, x: torch.Tensor, linear: torch.nn.Linear) -> None:
+    if linear.bias is not None:
+        residual.add_(linear.bias)
+    residual.addmm_(x, linear.weight.t())
+
+
+def _heads(layer: FusedLayer) -> Heads:
+    norms = None
+    if layer.q_norm is not None and layer.k_norm is not None:
+        norms = (layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    return Heads(layer.num_heads, layer.shape.scaling, layer.shape.sliding_window, layer.shape.softcap, norms)
 
 
 def _rotary_tables(rotary: Any, max_model_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

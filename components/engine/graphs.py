@@ -13,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from components.engine.flash import FlashAttention, FlashDecode, Tables
+from components.engine.attention import KVPool
+from components.engine.decode_attention import DecodeTables
 from components.engine.fused_cuda import CudaDecoder
 from components.engine.runner import Batch
 from components.engine.sampling_kernels import argmax
 from components.engine.staging import Staging
 
-_FIELDS = 5  # ids, feeds, positions, slots, last lengths: each `max_batch` long; then cu_blocks and the blocks
+_FIELDS = 4  # ids, feeds, positions, slots: each `max_batch` long; then cu_blocks and the blocks
 
 
 def bucket_sizes(max_batch: int) -> list[int]:
@@ -28,17 +29,13 @@ def bucket_sizes(max_batch: int) -> list[int]:
     return [*[size for size in sizes if size < max_batch], max_batch]
 
 
-def pack(
-    batch: Batch, bucket: int, max_batch: int, *, block_size: int, spare_block: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """The numbers of a decode step as the graphs read them; also cu_blocks (bucket + 1,) and last lengths (bucket,)."""
+def pack(batch: Batch, bucket: int, max_batch: int, *, block_size: int, spare_block: int) -> npt.NDArray[np.int32]:
+    """The numbers of a decode step as the graphs read them."""
     count = batch.num_sequences
     sizes = np.ones(bucket, np.int32)
     sizes[:count] = [len(table) for table in batch.block_tables]
     cu_blocks = np.zeros(bucket + 1, np.int32)
     np.cumsum(sizes, out=cu_blocks[1:])
-    lengths = np.ones(bucket, np.int32)
-    lengths[:count] = (batch.seq_lens - 1) % block_size + 1
     head = _FIELDS * max_batch
     values = np.zeros(head + max_batch + 1 + int(cu_blocks[-1]), np.int32)
     fields = values[:head].reshape(_FIELDS, max_batch)
@@ -48,30 +45,25 @@ def pack(
         fields[1, :count] = batch.feeds
     fields[2, :count] = batch.positions
     fields[3, :count] = batch.slot_mapping
-    fields[4, :bucket] = lengths
     values[head : head + bucket + 1] = cu_blocks
     blocks = values[head + max_batch + 1 :]
     np.concatenate(batch.block_tables, out=blocks[: cu_blocks[count]])
     blocks[cu_blocks[count] :] = spare_block
-    return values, cu_blocks, lengths
+    return values
 
 
 class DecodeGraphs:
     """All captured batch sizes of one decoder."""
 
-    def __init__(
-        self, decoder: CudaDecoder, attention: FlashAttention, *, max_batch: int, vocab_size: int, max_blocks: int
-    ) -> None:
+    def __init__(self, decoder: CudaDecoder, pool: KVPool, *, max_batch: int, vocab_size: int, max_blocks: int) -> None:
         """`max_blocks` bounds the block tables of a step together; the pool's last block is the spare one."""
         self._decoder = decoder
-        self._attention = attention
         self._max_batch = max_batch
-        self._block_size = attention.pool.layout.block_size
-        self._spare_block = attention.pool.num_blocks
-        device = attention.pool.blocks.device
+        self._block_size = pool.layout.block_size
+        self._spare_block = pool.num_blocks
+        device = pool.blocks.device
         self._staging = Staging(_FIELDS * max_batch + max_batch + 1 + max_blocks, torch.int32, device)
-        self.logits = torch.empty((max_batch, vocab_size), dtype=attention.pool.blocks.dtype, device=device)
-        self._steps: dict[int, FlashDecode] = {}
+        self.logits = torch.empty((max_batch, vocab_size), dtype=pool.blocks.dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self, last_tokens: torch.Tensor, on_progress: Callable[[str], None]) -> None:
@@ -80,10 +72,8 @@ class DecodeGraphs:
         sizes = bucket_sizes(self._max_batch)
         for number, size in enumerate(reversed(sizes), 1):
             on_progress(f"capturing decode steps: {number} of {len(sizes)}")
-            self._steps[size] = self._make_step(size)
-            self._plan(_idle_batch(size, self._spare_block, self._block_size), size)
-            self._forward(size, last_tokens)  # plans every kind of layer and compiles kernels
-            self._plan(_idle_batch(size, self._spare_block, self._block_size), size)
+            self._send(_idle_batch(size, self._spare_block, self._block_size), size)
+            self._forward(size, last_tokens)  # compiles kernels
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory):
@@ -105,31 +95,21 @@ class DecodeGraphs:
         what `feeds` points to.
         """
         size = next(size for size in bucket_sizes(self._max_batch) if size >= batch.num_sequences)
-        self._plan(batch, size)
+        self._send(batch, size)
         self._graphs[size].replay()
         return self.logits[: batch.num_sequences]
 
-    def _make_step(self, size: int) -> FlashDecode:
-        buffer, head = self._staging.device_buffer, _FIELDS * self._max_batch
-        lengths = buffer[4 * self._max_batch :][:size]
-        return FlashDecode(
-            self._attention, buffer[head : head + size + 1], buffer[head + self._max_batch + 1 :], lengths
+    def _send(self, batch: Batch, size: int) -> None:
+        self._staging.send(
+            pack(batch, size, self._max_batch, block_size=self._block_size, spare_block=self._spare_block)
         )
-
-    def _plan(self, batch: Batch, size: int) -> None:
-        values, cu_blocks, lengths = pack(
-            batch, size, self._max_batch, block_size=self._block_size, spare_block=self._spare_block
-        )
-        sent = self._staging.send(values)
-        blocks = sent[(_FIELDS + 1) * self._max_batch + 1 :]
-        one_each = torch.arange(size + 1, dtype=torch.int32)
-        self._steps[size].plan(Tables(one_each, torch.from_numpy(cu_blocks), torch.from_numpy(lengths), blocks))
 
     def _forward(self, size: int, last_tokens: torch.Tensor) -> None:
-        fields = self._staging.device_buffer[: _FIELDS * self._max_batch].view(_FIELDS, self._max_batch)[:, :size]
-        feeds = fields[1]
-        ids = torch.where(feeds >= 0, last_tokens[feeds.clamp_min(0)], fields[0])
-        hidden = self._decoder.hidden(ids, fields[2], fields[3], self._steps[size])
+        buffer, head = self._staging.device_buffer, _FIELDS * self._max_batch
+        ids, feeds, positions, slots = buffer[:head].view(_FIELDS, self._max_batch)[:, :size]
+        cu_blocks, blocks = buffer[head : head + size + 1], buffer[head + self._max_batch + 1 :]
+        fed = torch.where(feeds >= 0, last_tokens[feeds.clamp_min(0)], ids)
+        hidden = self._decoder.decode(fed, DecodeTables(positions, slots, cu_blocks, blocks))
         self._decoder.logits(hidden, out=self.logits[:size])
         argmax(self.logits[:size], last_tokens[:size])
 
