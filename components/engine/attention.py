@@ -28,6 +28,7 @@ from components.messages import KVLayout
 
 _Indices = npt.NDArray[np.int64]
 _GROUP_OVERHEAD_BLOCKS = 48  # a further group costs about as much as gathering this many blocks
+_QUERY_TILE = 32  # torch's memory-efficient kernels take 32 or 64 queries at a time
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -245,6 +246,8 @@ def _attend(
     batch, group, num_queries, head_dim = queries.shape
     if num_queries == 1 or shape.softcap is not None or shape.sinks is not None:
         return _attend_plainly(queries, keys, values, bias, shape)
+    if num_queries % _QUERY_TILE == 1 and queries.is_cuda:
+        return _attend_last_apart(queries, keys, values, bias, shape)
     # The query heads of a KV head stand as the heads of one batch entry: expanding is free, repeating is not.
     spread = (batch, group, keys.shape[1], head_dim)
     return F.scaled_dot_product_attention(
@@ -254,6 +257,20 @@ def _attend(
         attn_mask=bias,
         scale=shape.scaling,
     )
+
+
+def _attend_last_apart(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, shape: Shape
+) -> torch.Tensor:
+    """The same, with the last query on its own.
+
+    Where a tile of torch's memory-efficient kernel is left with one query and the heads share their keys (stride 0),
+    it takes the heads for queries and reads a row of the mask for each of them, all but the first from behind its
+    end (pytorch/pytorch#191937; seen in 2.11). Whatever lies there is added to the scores.
+    """
+    first = _attend(queries[:, :, :-1], keys, values, bias[:, :, :-1], shape)
+    last = _attend_plainly(queries[:, :, -1:], keys, values, bias[:, :, -1:], shape)
+    return torch.cat((first, last), dim=2)
 
 
 def _attend_plainly(

@@ -38,6 +38,13 @@ def obstacle(dtype: torch.dtype, head_dim: int) -> str | None:
     return None
 
 
+def module_arguments(
+    dtype: torch.dtype, head_dim: int, *, has_window: bool, is_capped: bool = False
+) -> tuple[Any, ...]:
+    """What FlashInfer asks of a prefill module, behind the back end's name; its decode wrapper takes such ones, too."""
+    return (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, has_window, is_capped, False)
+
+
 class Tables(msgspec.Struct, frozen=True):
     """A step's sequences for FlashInfer: how many new tokens, which blocks, how full the last one is."""
 
@@ -76,20 +83,7 @@ class FlashAttention:
         kinds = [(chunks, window) for window in windows]
         with ThreadPoolExecutor(len(kinds)) as workers:
             made = [
-                workers.submit(
-                    get_batch_prefill_module,
-                    backend,
-                    dtype,
-                    dtype,
-                    dtype,
-                    torch.int32,
-                    dim,
-                    dim,
-                    0,
-                    window,
-                    False,
-                    False,
-                )
+                workers.submit(get_batch_prefill_module, backend, *module_arguments(dtype, dim, has_window=window))
                 for backend, window in kinds
             ]
         for module in made:

@@ -162,6 +162,15 @@ def test_ranks_have_a_gpu_each_and_may_share_them_with_other_replicas() -> None:
     assert pool.take("whole/0", 1, ranks=2) == ("0", "1")
 
 
+def test_two_replicas_of_two_ranks_share_two_gpus() -> None:
+    pool = GpuPool(("3", "5"))
+
+    assert pool.take("prefill/0", 0.5, ranks=2) == ("3", "5")
+    assert pool.take("decode/0", 0.5, ranks=2) == ("3", "5")
+    with pytest.raises(LaunchError, match="0.5 GPUs for each of 2 ranks"):
+        pool.take("decode/1", 0.5, ranks=2)
+
+
 def test_no_gpu_at_all_leaves_the_choice_to_the_component() -> None:
     assert GpuPool(()).take("a/0", 1) is None
     assert GpuPool(("0",)).take("light/0", 0) == ()
