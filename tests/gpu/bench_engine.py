@@ -70,8 +70,8 @@ class Bench:
         self._random = np.random.default_rng(0)
         self._number = 0
 
-    def round(self, count: int, tokens_in: int, tokens_out: int, sampling: Sampling) -> tuple[float, float]:
-        """Seconds from the first request to the last token, and of the median step once all decode."""
+    def round(self, count: int, tokens_in: int, tokens_out: int, sampling: Sampling) -> tuple[float, float, float]:
+        """Seconds from the first request to the last token, of the median step once all decode, and until they do."""
         prompts = self._random.integers(1_000, 120_000, (count, tokens_in)).tolist()
         started_s = time.perf_counter()
         for prompt in prompts:
@@ -95,7 +95,7 @@ class Bench:
                 if isinstance(output, StepTokens) and output.finish:
                     left, ends = left - 1, at_s
         steps = np.diff(seen_s)
-        return ends - started_s, float(np.median(steps)) if len(steps) else 0.0
+        return ends - started_s, float(np.median(steps)) if len(steps) else 0.0, (seen_s or [ends])[0] - started_s
 
 
 def measure_ceilings() -> dict[str, float]:
@@ -137,14 +137,14 @@ def run_row(bench: Bench, row: tuple[Any, ...], ceilings: dict[str, float], roun
     """Measures one row."""
     name, count, tokens_in, tokens_out, sampling, peer = row
     times = [bench.round(count, tokens_in, tokens_out, sampling) for _ in range(rounds + 1)][1:]
-    total_s, step_s = (statistics.median(values) for values in zip(*times, strict=True))
+    total_s, step_s, prompts_s = (statistics.median(values) for values in zip(*times, strict=True))
     least_s = floor_s(row, ceilings)
     took_s = total_s if name == "prefill" else step_s
     rate = count * (tokens_in if name == "prefill" else tokens_out) / total_s
     ratio = None if peer is None else (peer / 1e3 / total_s if name == "prefill" else rate / peer)
     return {
         "row": name, "sequences": count, "in": tokens_in, "out": tokens_out, "tokens_per_s": rate, "ms": took_s * 1e3,
-        "floor_ms": least_s * 1e3, "share": least_s / took_s if took_s else None, "of_vllm": ratio,
+        "prompts_ms": prompts_s * 1e3, "floor_ms": least_s * 1e3, "share": least_s / took_s if took_s else None, "of_vllm": ratio,
     }  # fmt: skip
 
 

@@ -2,8 +2,7 @@
 
     python tests/gpu/compile_kernels.py [--jobs 16] [--only 64] [--list]
 
-Chunks run on fa3 on Hopper, decode graphs on fa2; models that `fuse.py` does not know (gemma2) use no graphs and so
-no fa2. Each module is built in a folder of its own, as FlashInfer's first use would: a second build finds it done.
+Chunks run on fa3 on Hopper, and so does all of models that `fuse.py` does not know (gemma2). Each module is built in a folder of its own, as FlashInfer's first use would: a second build finds it done.
 """
 
 from __future__ import annotations
@@ -39,13 +38,10 @@ class Kind(msgspec.Struct, frozen=True):
 
 KINDS = (
     Kind(64, "fa3", False, False, "llama, qwen, mixtral: chunks"),
-    Kind(64, "fa2", False, False, "llama, qwen: decodes"),
     Kind(64, "fa3", True, False, "mistral-window: chunks"),
-    Kind(64, "fa2", True, False, "mistral-window: decodes"),
     Kind(64, "fa3", False, True, "gemma2: its full layers"),
     Kind(64, "fa3", True, True, "gemma2: its sliding layers"),
     Kind(128, "fa3", False, False, "llama-8b: chunks"),
-    Kind(128, "fa2", False, False, "llama-8b: decodes"),
 )
 
 
