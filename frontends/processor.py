@@ -24,7 +24,7 @@ from components.options import DEFAULT_MODEL, ModelName
 from components.rules import resolve_hash_unit
 from frontends.messages import HttpBody, HttpHead, HttpRequest
 from frontends.reply import HttpReply
-from graph import Calls, Component, Context, GraphView, NodeView, Options, Serves, Stream, option
+from graph import Calls, Component, Context, GraphView, LaunchError, NodeView, Options, Serves, Stream, option
 
 if TYPE_CHECKING:
     from frontends.endpoints import Endpoints
@@ -116,8 +116,11 @@ class Processor(Component):
         from components.model_cache import resolve_model
         from frontends.text.model import TextModel
 
-        name = self.options.served_model_name or self.options.model
-        return TextModel.load(resolve_model(self.options.model), name, max_model_len=self.options.max_model_len)
+        name, folder = self.options.served_model_name or self.options.model, resolve_model(self.options.model)
+        try:
+            return TextModel.load(folder, name, max_model_len=self.options.max_model_len)
+        except ValueError as error:
+            raise LaunchError(f"the model's text side cannot be loaded: {error}") from error
 
     def _accept(self, request: HttpRequest, stream: Stream) -> None:
         """Takes one request; its task lives until it is answered or its client has left."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from graph.child import log_failure
 from graph.component import Client, Handler, Health, Publisher, Subscription
 from graph.errors import LinkError
 from graph.link import Links
@@ -139,9 +140,10 @@ class ReplicaContext:
             on_end=self._on_supervisor_lost,
         )
 
-    async def report(self, state: State) -> Noted:
+    async def report(self, state: State, doing: str = "") -> Noted:
         """Tells the supervisor this replica's state; returns when it has been noted."""
-        noted = await self._supervisor.call(Report(self.boot, state), peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S)
+        report = Report(self.boot, state, doing)
+        noted = await self._supervisor.call(report, peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S)
         assert isinstance(noted, Noted)
         return noted
 
@@ -181,7 +183,7 @@ class ReplicaContext:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("background work %r failed", task.get_name(), exc_info=error)
+            log_failure(log, f"background work {task.get_name()!r}", error)
             self._on_failure(error)
 
 

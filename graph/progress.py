@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from graph.managed import failure
 from graph.status import GraphStatus, ReplicaStatus
 
 _COLOURS = {"ready": "green", "starting": "yellow", "draining": "cyan", "failed": "red", "stopped": "red"}
@@ -94,9 +95,9 @@ def _past(replica: ReplicaStatus) -> str:
 
 
 def last_words(status: GraphStatus) -> list[str]:
-    """Of each replica that failed: its name, why, and the end of its log."""
+    """Of each replica that failed: its name, why, and the end of its log if that tells more."""
     replicas = [replica for node in status.nodes.values() for replica in node.replicas]
-    return [f"{r.id} failed: {r.reason}\n{r.last_words}" for r in replicas if r.state == "failed"]
+    return [failure(r.id, r.reason, r.last_words) for r in replicas if r.state == "failed"]
 
 
 def _duration(seconds: float) -> str:

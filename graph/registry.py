@@ -67,7 +67,8 @@ class Join(Message, frozen=True, array_like=True, tag=True):
 class Report(Message, frozen=True, array_like=True, tag=True):
     """Replica to supervisor: my state, and what I am doing while I start (`fraction` of 1 done, if known).
 
-    State "draining" is answered once nobody sends this replica new requests any more.
+    State "draining" is answered once nobody sends this replica new requests any more; "failed" comes right before
+    the process ends and tells, as `doing`, why.
     A report with a `notice` brings that alone: something an operator should see.
     """
 

@@ -142,7 +142,7 @@ class _Serving:
 
     def _report(self, failed: list[Managed]) -> None:
         for managed in failed:
-            self._say(f"{managed.id} failed: {managed.reason}; the last lines of its log:\n{managed.last_words}")
+            self._say(managed.failure)
 
     async def _tick(self) -> None:
         while True:

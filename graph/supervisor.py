@@ -301,4 +301,4 @@ async def _tell_ready(managed: Managed, tell: Callable[[str], None]) -> None:
     if await managed.until("ready", "failed") == "ready":
         tell(f"{managed.id} ready after {time.monotonic() - began:.1f} s")
     elif managed.state == "failed":
-        raise LaunchError(f"{managed.id} failed: {managed.reason}\n{managed.last_words}")
+        raise LaunchError(managed.failure)

@@ -144,6 +144,30 @@ def test_failed_start_is_shown_and_ends_the_graph(toy: Callable, fault: str) -> 
     assert graph.leftovers() == []
 
 
+def test_a_start_fault_is_shown_as_its_one_line(toy: Callable) -> None:
+    graph = toy("--set", "greeter.fail=refuse")
+
+    assert graph.process.wait(20) == 1
+    told = [line for line in graph.text().splitlines() if line.startswith("greeter/0 failed")]
+    assert set(told) == {"greeter/0 failed: no smile to be had; set greeter.fail to nothing"}
+    assert "Traceback" not in graph.text()
+    assert "last lines" not in graph.text()
+
+
+def test_scaling_into_a_start_fault_is_told_in_one_line(toy: Callable) -> None:
+    graph = toy("--set", "greeter.replicas=0", "--set", "greeter.fail=refuse")
+    graph.ready()
+
+    refused = graph.run("scale", "greeter=1")
+    assert refused.returncode == 1
+    assert refused.stderr == "error: greeter/0 failed: no smile to be had; set greeter.fail to nothing\n"
+    assert "greeter/0 failed: no smile to be had" in graph.run("status").stdout
+    log = graph.run("logs", "greeter/0").stdout
+    assert "no smile to be had" in log
+    assert "Traceback" not in log
+    assert graph.end() == 0
+
+
 def test_failed_background_work_ends_its_replica(toy: Callable) -> None:
     graph = toy("--set", "greeter.fail=later").ready()
 

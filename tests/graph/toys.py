@@ -9,7 +9,21 @@ import time
 
 from prometheus_client import Counter
 
-from graph import Calls, Component, Context, Graph, Listen, Message, Node, NodeView, NoPeer, Options, Serves, Stream
+from graph import (
+    Calls,
+    Component,
+    Context,
+    Graph,
+    LaunchError,
+    Listen,
+    Message,
+    Node,
+    NodeView,
+    NoPeer,
+    Options,
+    Serves,
+    Stream,
+)
 
 
 class Greet(Message, frozen=True, array_like=True, tag=True):
@@ -31,8 +45,8 @@ class GreeterOptions(Options, frozen=True, kw_only=True):
     word: str = "hello"
     start_s: float = 0.0
     drain_s: float = 0.0
-    # "start": raises while it starts; "signal": kills itself; "later": its background work fails; "stuck": no work
-    # gets done; a path: raises as long as it exists
+    # "start": raises while it starts; "refuse": says why it cannot start; "signal": kills itself; "later": its
+    # background work fails; "stuck": no work gets done; a path: raises as long as it exists
     fail: str = ""
     patience_s: float = 30.0
 
@@ -50,6 +64,8 @@ class Greeter(Component):
             await asyncio.sleep(self.options.start_s)
         if self.options.fail == "start" or (self.options.fail and os.path.exists(self.options.fail)):  # noqa: ASYNC240
             raise RuntimeError("no smile found")
+        if self.options.fail == "refuse":
+            raise LaunchError("no smile to be had; set greeter.fail to nothing")
         if self.options.fail == "signal":
             os.kill(os.getpid(), signal.SIGKILL)
         self.greeted = Counter("headrace_greetings", "Greetings said.", registry=context.metrics)
