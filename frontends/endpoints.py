@@ -24,7 +24,7 @@ from frontends.metrics import Meter, ProcessorMetrics
 from frontends.reply import HttpReply
 from frontends.sinks import EventSink, WholeSink, replay
 from frontends.text.detokenizer import Detokenizer
-from frontends.text.errors import ApiError
+from frontends.text.errors import ApiError, brief
 from frontends.text.model import TextModel
 from frontends.text.requests import (
     ChatRequest,
@@ -105,9 +105,9 @@ class Endpoints:
         if endpoint is None and path.startswith("/v1/models/"):
             endpoint = self._show_model
         if endpoint is None:
-            raise ApiError(404, f"There is no {http.path} here.", code="not_found")
+            raise ApiError(404, f"There is no {brief(http.path)} here.", code="not_found")
         if http.method != method:
-            error = ApiError(405, f"{path} takes {method}, not {http.method}.", code="method_not_allowed")
+            error = ApiError(405, f"{brief(path)} takes {method}, not {brief(http.method)}.", code="method_not_allowed")
             reply.fail(error, (("allow", method),))
             return
         await endpoint(http, reply)
@@ -193,7 +193,8 @@ class Endpoints:
             raise ApiError(400, f"{num} choices in one request; at most {MAX_SEQUENCES} are allowed.", param="n")
         label = max(0, request.disagg_request_id)
         if label and num > 1:
-            raise ApiError(400, "disagg_request_id names one choice of one prompt.", param="disagg_request_id")
+            message = "disagg_request_id names one choice of one prompt; send one prompt with n=1, or leave it out."
+            raise ApiError(400, message, param="disagg_request_id")
         seed_base = http.entropy or secrets.randbits(64)
         choices = []
         for number, ids in enumerate(prompts):
@@ -229,7 +230,7 @@ class Endpoints:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
-            message = f"The model {name!r} does not exist; this server has {self._model.name!r}."
+            message = f"The model {brief(name)!r} does not exist; this server has {self._model.name!r}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def _check_advertised(self) -> None:
@@ -258,7 +259,7 @@ class Endpoints:
         self._check_model(request.model)
         prompts = await _made(request.prompts, self._model, size=len(http.body))
         if len(prompts) != 1:
-            raise ApiError(400, "One prompt is explained at a time.", param=request.prompt_param)
+            raise ApiError(400, "One prompt is explained at a time; send one.", param=request.prompt_param)
         choices = self._choices(http, request, await self._encode(prompts, request.add_special_tokens))
         try:
             explanation = await self._generator.explain(choices[0])
