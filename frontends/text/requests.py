@@ -184,18 +184,24 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def parse_prompted(body: bytes) -> ChatRequest | CompletionRequest:
     """The body of a chat if it has messages, else of a completion. Raises `ApiError` 400 naming the field."""
-    return parse_chat(body) if json_object(body).get("messages") is not None else parse_completion(body)
+    return parse_chat(body) if _is_chat(json_object(body)) else parse_completion(body)
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
     """The body of a tokenization, of a chat if it has messages. Raises `ApiError` 400 naming the field."""
     value = json_object(body)
     refuse_unsupported(value)
-    if value.get("messages") is not None:
-        return validate(TokenizeChatRequest, value)
-    return validate(TokenizeRequest, value)
+    return validate(TokenizeChatRequest if _is_chat(value) else TokenizeRequest, value)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """The body of a detokenization. Raises `ApiError` 400 naming the field."""
     return parse(DetokenizeRequest, body)
+
+
+def _is_chat(value: dict[str, Any]) -> bool:
+    """Whether the body has messages rather than a prompt. Raises `ApiError` 400 if it has both."""
+    has_messages = value.get("messages") is not None
+    if has_messages and value.get("prompt") is not None:
+        raise ApiError(400, "prompt and messages exclude each other; leave one of them out", param="prompt")
+    return has_messages

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from text_bodies import chat, completion, refusal
+from text_bodies import HI, chat, completion, refusal
 
 from frontends.text.errors import ApiError, brief
 from frontends.text.model import TextModel
-from frontends.text.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from frontends.text.requests import parse_chat, parse_completion, parse_detokenize, parse_prompted, parse_tokenize
 
 LONG = "x" * 100_000
 
@@ -139,3 +139,10 @@ def test_the_beginning_of_a_long_text_is_told_with_its_length() -> None:
     assert brief("a" * 100) == "a" * 100
     assert brief("a" * 101) == "a" * 100 + "... (101 characters)"
     assert brief("abc", 2) == "ab... (3 characters)"
+
+
+@pytest.mark.parametrize("parse", [parse_tokenize, parse_prompted])
+def test_a_prompt_beside_messages_is_refused_where_either_will_do(parse: Callable[[bytes], Any]) -> None:
+    assert code_of(lambda: parse(msgspec.json.encode({"prompt": "a", "messages": HI}))) == "invalid_value"
+    assert parse(msgspec.json.encode({"prompt": None, "messages": HI})).messages
+    assert parse(msgspec.json.encode({"prompt": "a", "messages": None})).prompt == "a"
