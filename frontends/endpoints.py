@@ -69,13 +69,7 @@ class Endpoints:
         self._generator = generator
         self._metrics = metrics
         self._clock = clock
-        self._card = {
-            "id": model.name,
-            "object": "model",
-            "created": created,
-            "owned_by": "headrace",
-            "max_model_len": model.max_model_len,
-        }
+        self._created = created
         self._routes: dict[str, tuple[str, Endpoint]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
@@ -239,6 +233,16 @@ class Endpoints:
         if not self._generator.has_had_workers:
             raise NoPeer("no worker has been ready yet", retry_after_s=1.0)
 
+    def _card(self) -> dict[str, Any]:
+        """The model as it is listed; a request can have `max_model_len` tokens on any worker."""
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "headrace",
+            "max_model_len": self._model.max_model_len,
+        }
+
     async def _tokenize(self, http: HttpRequest, reply: HttpReply) -> None:
         request = await _made(parse_tokenize, http.body, size=len(http.body))
         self._check_model(request.model)
@@ -269,12 +273,12 @@ class Endpoints:
 
     async def _list_models(self, http: HttpRequest, reply: HttpReply) -> None:
         self._check_advertised()
-        reply.json({"object": "list", "data": [self._card]})
+        reply.json({"object": "list", "data": [self._card()]})
 
     async def _show_model(self, http: HttpRequest, reply: HttpReply) -> None:
         self._check_model(http.path.removeprefix("/v1/models/").rstrip("/"))
         self._check_advertised()
-        reply.json(self._card)
+        reply.json(self._card())
 
 
 async def _made(make: Callable[..., Made], *args: Any, size: int) -> Made:

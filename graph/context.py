@@ -67,6 +67,7 @@ class ReplicaContext:
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.get_ident()
         self._last_progress = ("", 0.0)
+        self._facts: dict[str, int] = {}
         self._is_closing = False
         self._version = -1
         self._versions: dict[asyncio.Future[None], int] = {}  # who waits for which
@@ -107,6 +108,10 @@ class ReplicaContext:
         """See `Context`."""
         self._tell(Report(self.boot, "ready", notice=text))
 
+    def announce(self, **facts: int) -> None:
+        """See `Context`."""
+        self._facts |= facts
+
     def _tell(self, report: Report) -> None:
         self._supervisor.open(
             report, peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S, on_item=_ignore, on_end=_log_lost_report
@@ -142,7 +147,7 @@ class ReplicaContext:
 
     async def report(self, state: State, doing: str = "") -> Noted:
         """Tells the supervisor this replica's state; returns when it has been noted."""
-        report = Report(self.boot, state, doing)
+        report = Report(self.boot, state, doing, facts=self._facts)
         noted = await self._supervisor.call(report, peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S)
         assert isinstance(noted, Noted)
         return noted

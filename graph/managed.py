@@ -49,6 +49,7 @@ class Managed:
         self.process: LocalProcess | None = None
         self.num_restarts = 0
         self.start_s: float | None = None  # how long the present process took to become ready
+        self.facts: dict[str, int] = {}  # what its present process announced
         self.gpus: tuple[str, ...] = ()
         self.is_over = False  # `run` has returned
         self.log_file = log_file
@@ -109,7 +110,7 @@ class Managed:
         self.boot = uuid.uuid4().hex[:8]
         self._ready_at = self._drain_until = self.start_s = None
         self._verdict = self._confession = ""
-        self.notice = ""
+        self.notice, self.facts = "", {}
         self.started_s = time.time()
         path = socket_path(self._run_dir, self.id, self.boot)
         try:
@@ -137,7 +138,7 @@ class Managed:
             self._drain_until = time.monotonic() + DRAIN_TIMEOUT_S
             self._move("draining", doing="someone sent it SIGTERM")
         elif report.state == "ready" and self.state != "ready":
-            self._ready_at = time.monotonic()
+            self._ready_at, self.facts = time.monotonic(), report.facts
             self.start_s = time.time() - self.started_s
             self._move("ready")
         elif self.state == "starting":
@@ -205,7 +206,7 @@ class Managed:
         self.state, self.doing, self.fraction, self.since_s = state, doing, None, time.time()
         if self.process is not None:
             address = f"ipc://{socket_path(self._run_dir, self.id, self.boot)}"
-            self._registry.put(Entry(self.id, self.boot, address, state))
+            self._registry.put(Entry(self.id, self.boot, address, state, self.facts))
         self._changed.set()
         self._on_change()
 

@@ -191,7 +191,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
     """The body of a tokenization, of a chat if it has messages. Raises `ApiError` 400 naming the field."""
     value = json_object(body)
     refuse_unsupported(value)
-    return validate(TokenizeChatRequest if _is_chat(value) else TokenizeRequest, value)
+    return validate(TokenizeChatRequest, value) if _is_chat(value) else validate(TokenizeRequest, value)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:

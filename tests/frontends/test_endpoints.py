@@ -40,6 +40,32 @@ def test_the_model_is_listed_once_a_worker_was_ready_and_stays() -> None:
     serve(test)
 
 
+def test_the_length_is_what_every_worker_has_room_for() -> None:
+    async def test(served: Served) -> None:
+        async def length() -> int:
+            told = (await served.ask("/tokenize", {"prompt": "a"})).json["max_model_len"]
+            (card,) = (await served.ask("/v1/models", method="GET")).json["data"]
+            assert (await served.ask(f"/v1/models/{DEFAULT_MODEL}", method="GET")).json == card
+            assert card["max_model_len"] == told
+            return int(told)
+
+        served.workers.serve("decode/0", FakeWorker(), max_length=4097)
+        assert await length() == 4097
+        served.workers.serve("decode/1", FakeWorker(), max_length=1025)
+        assert await length() == 1025
+        full = await served.complete([33] * 1025, max_tokens=1)
+        assert (full.status, full.json["error"]["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length is 1025" in full.json["error"]["message"]
+        assert (await served.complete([33] * 1024, max_tokens=9)).json["usage"]["completion_tokens"] == 1
+        served.workers.remove("decode/0")
+        served.workers.remove("decode/1")
+        assert await length() == 1025
+        served.workers.serve("decode/2", FakeWorker(), max_length=1_000_000)
+        assert await length() == 8192
+
+    serve(test)
+
+
 def test_unknown_paths_and_methods() -> None:
     async def test(served: Served) -> None:
         for path in ("/v1/embeddings", "/v1/unknown", "/"):

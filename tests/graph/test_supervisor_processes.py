@@ -74,6 +74,18 @@ def test_killed_child_is_replaced(toy: Callable) -> None:
     assert graph.end() == 0
 
 
+def test_callers_know_what_a_replica_announced_also_after_its_restart(toy: Callable) -> None:
+    graph = toy("--set", "greeter.word=moin").ready()
+    before = graph.replicas()["greeter/0"]
+    assert graph.ask("facts") == "{'greeter/0': {'letters': 4}}"
+
+    os.kill(before["pid"], signal.SIGKILL)
+    graph.until(lambda: graph.replicas()["greeter/0"]["boot"] != before["boot"])
+    graph.until(lambda: graph.status()["state"] == "ready")
+    assert graph.ask("facts") == "{'greeter/0': {'letters': 4}}"
+    assert graph.end() == 0
+
+
 def test_children_die_with_a_killed_supervisor_and_a_new_start_works(toy: Callable) -> None:
     graph = toy("--set", "greeter.replicas=2").ready()
     assert len(graph.processes()) == 4

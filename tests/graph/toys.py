@@ -69,6 +69,7 @@ class Greeter(Component):
         if self.options.fail == "signal":
             os.kill(os.getpid(), signal.SIGKILL)
         self.greeted = Counter("headrace_greetings", "Greetings said.", registry=context.metrics)
+        context.announce(letters=len(self.options.word))
         context.serve(self.requests, self.greet)
         if self.options.fail == "later":
             context.spawn(self.tire(), name="smiling")
@@ -105,7 +106,7 @@ class DoorOptions(Options, frozen=True, kw_only=True):
 
 
 class Door(Component):
-    """Reads a line per connection and answers it: `metrics`, `health`, or a name to be greeted."""
+    """Reads a line per connection and answers it: `metrics`, `health`, the greeters' `facts`, or greets a name."""
 
     Options = DoorOptions
     listens = Listen()
@@ -126,6 +127,8 @@ class Door(Component):
             writer.write(await self.context.collect_metrics(1.0))
         elif line == "health":
             writer.write(self.context.health().state.encode())
+        elif line == "facts":
+            writer.write(repr({peer.id: peer.facts for peer in self.client.peers.values()}).encode())
         else:
             writer.write((await self.greeting(line)).encode())
         writer.close()
