@@ -173,6 +173,11 @@ async def _first(task: asyncio.Task[object], other: Awaitable[object]) -> None:
 
 
 def _log_to(console: Console) -> None:
-    handler = RichHandler(console=console, show_path=False, markup=False)
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, markup=False)
+    else:  # whole lines, whatever their length
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.setLevel(logging.WARNING)
     logging.getLogger().addHandler(handler)
