@@ -50,6 +50,8 @@ class Progress:
             self._live.update(fitted(_start_table(replicas, now_s)), refresh=True)
             return
         for replica in new:
+            if replica.state == "failed":  # told once, by whoever waits for the start
+                continue
             self._console.print(_line(replica), highlight=False, markup=False, soft_wrap=True)
 
 
