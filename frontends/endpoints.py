@@ -24,7 +24,7 @@ from frontends.metrics import Meter, ProcessorMetrics
 from frontends.reply import HttpReply
 from frontends.sinks import EventSink, WholeSink, replay
 from frontends.text.detokenizer import Detokenizer
-from frontends.text.errors import ApiError
+from frontends.text.errors import ApiError, brief
 from frontends.text.model import TextModel
 from frontends.text.requests import (
     ChatRequest,
@@ -69,13 +69,7 @@ class Endpoints:
         self._generator = generator
         self._metrics = metrics
         self._clock = clock
-        self._card = {
-            "id": model.name,
-            "object": "model",
-            "created": created,
-            "owned_by": "headrace",
-            "max_model_len": model.max_model_len,
-        }
+        self._created = created
         self._routes: dict[str, tuple[str, Endpoint]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
@@ -105,9 +99,9 @@ class Endpoints:
         if endpoint is None and path.startswith("/v1/models/"):
             endpoint = self._show_model
         if endpoint is None:
-            raise ApiError(404, f"There is no {http.path} here.", code="not_found")
+            raise ApiError(404, f"There is no {brief(http.path)} here.", code="not_found")
         if http.method != method:
-            error = ApiError(405, f"{path} takes {method}, not {http.method}.", code="method_not_allowed")
+            error = ApiError(405, f"{brief(path)} takes {method}, not {brief(http.method)}.", code="method_not_allowed")
             reply.fail(error, (("allow", method),))
             return
         await endpoint(http, reply)
@@ -193,7 +187,8 @@ class Endpoints:
             raise ApiError(400, f"{num} choices in one request; at most {MAX_SEQUENCES} are allowed.", param="n")
         label = max(0, request.disagg_request_id)
         if label and num > 1:
-            raise ApiError(400, "disagg_request_id names one choice of one prompt.", param="disagg_request_id")
+            message = "disagg_request_id names one choice of one prompt; send one prompt with n=1, or leave it out."
+            raise ApiError(400, message, param="disagg_request_id")
         seed_base = http.entropy or secrets.randbits(64)
         choices = []
         for number, ids in enumerate(prompts):
@@ -229,7 +224,7 @@ class Endpoints:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
-            message = f"The model {name!r} does not exist; this server has {self._model.name!r}."
+            message = f"The model {brief(name)!r} does not exist; this server has {self._model.name!r}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def _check_advertised(self) -> None:
@@ -237,6 +232,16 @@ class Endpoints:
         while there is none, for a model that vanishes makes them give up."""
         if not self._generator.has_had_workers:
             raise NoPeer("no worker has been ready yet", retry_after_s=1.0)
+
+    def _card(self) -> dict[str, Any]:
+        """The model as it is listed; a request can have `max_model_len` tokens on any worker."""
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "headrace",
+            "max_model_len": self._model.max_model_len,
+        }
 
     async def _tokenize(self, http: HttpRequest, reply: HttpReply) -> None:
         request = await _made(parse_tokenize, http.body, size=len(http.body))
@@ -258,7 +263,7 @@ class Endpoints:
         self._check_model(request.model)
         prompts = await _made(request.prompts, self._model, size=len(http.body))
         if len(prompts) != 1:
-            raise ApiError(400, "One prompt is explained at a time.", param=request.prompt_param)
+            raise ApiError(400, "One prompt is explained at a time; send one.", param=request.prompt_param)
         choices = self._choices(http, request, await self._encode(prompts, request.add_special_tokens))
         try:
             explanation = await self._generator.explain(choices[0])
@@ -268,12 +273,12 @@ class Endpoints:
 
     async def _list_models(self, http: HttpRequest, reply: HttpReply) -> None:
         self._check_advertised()
-        reply.json({"object": "list", "data": [self._card]})
+        reply.json({"object": "list", "data": [self._card()]})
 
     async def _show_model(self, http: HttpRequest, reply: HttpReply) -> None:
         self._check_model(http.path.removeprefix("/v1/models/").rstrip("/"))
         self._check_advertised()
-        reply.json(self._card)
+        reply.json(self._card())
 
 
 async def _made(make: Callable[..., Made], *args: Any, size: int) -> Made:

@@ -13,6 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
 from components.messages import (
+    MAX_LENGTH,
     Explanation,
     GenerateRequest,
     Placement,
@@ -24,7 +25,7 @@ from components.options import DEFAULT_MODEL, ModelName
 from components.rules import resolve_hash_unit
 from frontends.messages import HttpBody, HttpHead, HttpRequest
 from frontends.reply import HttpReply
-from graph import Calls, Component, Context, GraphView, NodeView, Options, Serves, Stream, option
+from graph import Calls, Component, Context, GraphView, LaunchError, NodeView, Options, Peer, Serves, Stream, option
 
 if TYPE_CHECKING:
     from frontends.endpoints import Endpoints
@@ -80,6 +81,7 @@ class Processor(Component):
             created=int(time.time()),
             clock=time.monotonic,  # the loop's own clock stands still within a turn
         )
+        workers.on_change(self._fit_model)
         context.serve(type(self).requests, self._accept)
         context.spawn(self._reassure(), name="signs of life")
 
@@ -116,8 +118,17 @@ class Processor(Component):
         from components.model_cache import resolve_model
         from frontends.text.model import TextModel
 
-        name = self.options.served_model_name or self.options.model
-        return TextModel.load(resolve_model(self.options.model), name, max_model_len=self.options.max_model_len)
+        name, folder = self.options.served_model_name or self.options.model, resolve_model(self.options.model)
+        try:
+            return TextModel.load(folder, name, max_model_len=self.options.max_model_len)
+        except ValueError as error:
+            raise LaunchError(f"the model's text side cannot be loaded: {error}") from error
+
+    def _fit_model(self, workers: Mapping[str, Peer]) -> None:
+        """A request may go to any worker, so the one with the least room decides. While there is none, its last word
+        stands."""
+        if workers and self._model is not None:
+            self._model.fit(worker.facts[MAX_LENGTH] for worker in workers.values() if MAX_LENGTH in worker.facts)
 
     def _accept(self, request: HttpRequest, stream: Stream) -> None:
         """Takes one request; its task lives until it is answered or its client has left."""

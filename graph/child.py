@@ -1,12 +1,15 @@
-"""What every process that we start does about its parent: it is told one line, and never outlives it."""
+"""What every process that we start does: it is told one line, never outlives its parent, and says why it failed."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import sys
+
+from graph.errors import GraphError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,6 +40,16 @@ def set_title(title: str) -> None:
     import setproctitle
 
     setproctitle.setproctitle(title)
+
+
+def log_failure(log: logging.Logger, what: str, error: BaseException) -> None:
+    """Logs that `what` failed: in one line where the error was raised on purpose and says what to do, else with its
+    traceback. Where the former was raised is told at debug level."""
+    if isinstance(error, GraphError):
+        log.error("%s failed: %s", what, error)
+        log.debug("%s failed here", what, exc_info=error)
+    else:
+        log.error("%s failed", what, exc_info=error)
 
 
 def _exit_without_parent(descriptor: int) -> None:

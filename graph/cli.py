@@ -160,7 +160,7 @@ def stop(graph: str | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The console script. Ends the process with the command's exit code."""
+    """Runs the command, and ends the process with its exit code."""
     from graph.errors import GraphError
 
     try:

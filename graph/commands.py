@@ -28,6 +28,7 @@ from graph.progress import last_words, status_table
 from graph.registry import SUPERVISOR
 from graph.rundir import RunDir, RunningGraph, base_dir, log_path
 from graph.status import GraphStatus
+from graph.tables import print_lines
 
 _ANSWER_TIMEOUT_S = 10.0
 _COMMAND_TIMEOUT_S = 3_600.0  # for each next line; loading a large model takes long
@@ -75,7 +76,7 @@ def status(graph: str | None, as_json: bool, watch: bool) -> int:
             if as_json:
                 click.echo(msgspec.json.encode(current).decode())
             else:
-                console.print(status_table(current, time.time()))
+                print_lines(status_table(current, time.time()), console)
                 for words in last_words(current):
                     console.print(words, highlight=False, markup=False, soft_wrap=True)
             if not watch:

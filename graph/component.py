@@ -112,12 +112,16 @@ class Component:
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One replica at the other end of an edge. `boot` changes with every start of its process."""
+    """One replica at the other end of an edge. `boot` changes with every start of its process.
+
+    `facts` are what it announced of itself while it started.
+    """
 
     id: str  # "decode/0"
     boot: str
     address: str
     state: str = "ready"
+    facts: dict[str, int] = {}
 
     @property
     def node(self) -> str:
@@ -267,6 +271,9 @@ class Context(Protocol):
 
     def notice(self, text: str) -> None:
         """Shows a remark in `graph status` as long as this process lives, in the place of an earlier one."""
+
+    def announce(self, **facts: int) -> None:
+        """Lets callers know numbers about this replica, as `Peer.facts`, from when it is ready; called in `start`."""
 
     def spawn(self, work: Awaitable[None], *, name: str) -> asyncio.Task[None]:
         """Runs background work that ends with the replica; its failure ends the replica."""

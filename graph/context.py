@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from graph.child import log_failure
 from graph.component import Client, Handler, Health, Publisher, Subscription
 from graph.errors import LinkError
 from graph.link import Links
@@ -66,6 +67,7 @@ class ReplicaContext:
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.get_ident()
         self._last_progress = ("", 0.0)
+        self._facts: dict[str, int] = {}
         self._is_closing = False
         self._version = -1
         self._versions: dict[asyncio.Future[None], int] = {}  # who waits for which
@@ -106,6 +108,10 @@ class ReplicaContext:
         """See `Context`."""
         self._tell(Report(self.boot, "ready", notice=text))
 
+    def announce(self, **facts: int) -> None:
+        """See `Context`."""
+        self._facts |= facts
+
     def _tell(self, report: Report) -> None:
         self._supervisor.open(
             report, peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S, on_item=_ignore, on_end=_log_lost_report
@@ -139,9 +145,10 @@ class ReplicaContext:
             on_end=self._on_supervisor_lost,
         )
 
-    async def report(self, state: State) -> Noted:
+    async def report(self, state: State, doing: str = "") -> Noted:
         """Tells the supervisor this replica's state; returns when it has been noted."""
-        noted = await self._supervisor.call(Report(self.boot, state), peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S)
+        report = Report(self.boot, state, doing, facts=self._facts)
+        noted = await self._supervisor.call(report, peer=SUPERVISOR, timeout_s=_REPORT_TIMEOUT_S)
         assert isinstance(noted, Noted)
         return noted
 
@@ -181,7 +188,7 @@ class ReplicaContext:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("background work %r failed", task.get_name(), exc_info=error)
+            log_failure(log, f"background work {task.get_name()!r}", error)
             self._on_failure(error)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from graph.errors import LaunchError
+from graph.tables import aligned, print_lines
 
 _TIMEOUT_S = 30.0
 
@@ -40,19 +41,23 @@ def print_explanation(told: dict[str, Any], console: Console) -> None:
         f"policy {told['policy']}: {told['prompt_tokens']} tokens, "
         f"{told['prompt_blocks']} blocks of {told['tokens_per_block']}",
         highlight=False,
+        soft_wrap=True,
     )
+    chosen = (choice.get("worker"), choice.get("prefill_worker"))
     terms = list(told["workers"][0]["terms"]) if told["workers"] else []
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    for name in ("", "worker", "cached", "overlap", "load", *terms, "cost"):
-        table.add_column(name, justify="left" if name in ("", "worker") else "right")
-    for worker in told["workers"]:
-        table.add_row(
-            "->" if worker["worker"] in (choice.get("worker"), choice.get("prefill_worker")) else "",
-            worker["worker"] + (" (full)" if worker["is_full"] else ""),
-            *(str(worker[name]) for name in ("cached_blocks", "overlap_blocks")),
-            "{running}+{waiting}".format(**worker["load"]),
-            *(f"{worker['terms'][name]:.0f}" for name in terms),
-            f"{worker['cost']:.0f}",
-        )
-    console.print(table)
-    console.print(choice.get("reason", "no worker has room, or none is ready"), highlight=False)
+    head = [Text(name, style="bold") for name in ("", "worker", "cached", "overlap", "load", *terms, "cost")]
+    rows = [_row(worker, is_chosen=worker["worker"] in chosen) for worker in told["workers"]]
+    print_lines(aligned([head, *rows], "<<" + ">" * (len(head) - 2)), console)
+    console.print(choice.get("reason", "no worker has room, or none is ready"), highlight=False, soft_wrap=True)
+
+
+def _row(worker: dict[str, Any], *, is_chosen: bool) -> list[str]:
+    return [
+        "->" if is_chosen else "",
+        worker["worker"] + (" (full)" if worker["is_full"] else ""),
+        str(worker["cached_blocks"]),
+        str(worker["overlap_blocks"]),
+        "{running}+{waiting}".format(**worker["load"]),
+        *(f"{term:.0f}" for term in worker["terms"].values()),
+        f"{worker['cost']:.0f}",
+    ]

@@ -44,11 +44,12 @@ class Managed:
         self.fraction: float | None = None
         self.notice = ""  # what its present process wants an operator to see
         self.reason = ""  # why it died last
-        self.last_words = ""  # the end of its log, once it failed
+        self.last_words = ""  # the end of its log, once it failed without saying why
         self.boot = ""
         self.process: LocalProcess | None = None
         self.num_restarts = 0
         self.start_s: float | None = None  # how long the present process took to become ready
+        self.facts: dict[str, int] = {}  # what its present process announced
         self.gpus: tuple[str, ...] = ()
         self.is_over = False  # `run` has returned
         self.log_file = log_file
@@ -58,6 +59,7 @@ class Managed:
         self._on_change = on_change
         self._ready_at: float | None = None
         self._verdict = ""  # why we killed the present process
+        self._confession = ""  # why the present process ends, in its own words
         self._drain_until: float | None = None
         self._leaving = asyncio.Event()
         self._changed = asyncio.Event()
@@ -82,13 +84,12 @@ class Managed:
                 break
             ready_s = None if self._ready_at is None else time.monotonic() - self._ready_at
             delay_s = backoff.next_delay_s(ready_s)
-            how = f"{self._verdict}; {end}" if self._verdict else str(end)
-            self.reason = f"{how} {'before it was ready' if ready_s is None else f'after {ready_s:.0f} s of service'}"
+            self.reason = self._why(end, ready_s)
             log.warning(
                 "%s died: %s; %s", self.id, self.reason, "given up" if delay_s is None else f"again in {delay_s} s"
             )
             if delay_s is None:
-                self.last_words = log_tail(self.log_file)
+                self.last_words = "" if self._confession else log_tail(self.log_file)
                 self._move("failed", doing=self.reason)
                 return
             self._move("stopped", doing=f"{self.reason}; starts again in {delay_s:.1f} s")
@@ -97,17 +98,25 @@ class Managed:
             self.num_restarts += 1
         self._move("stopped")
 
+    def _why(self, end: Exit | LaunchError, ready_s: float | None) -> str:
+        """Why the process died; `ready_s` is how long it was ready, None if it never was."""
+        if self._confession and ready_s is None:
+            return self._confession
+        how = self._confession or (f"{self._verdict}; {end}" if self._verdict else str(end))
+        return f"{how} {'before it was ready' if ready_s is None else f'after {ready_s:.0f} s of service'}"
+
     async def _one_life(self) -> Exit | LaunchError:
         """Starts a process and returns when it is dead, reaped and withdrawn."""
         self.boot = uuid.uuid4().hex[:8]
         self._ready_at = self._drain_until = self.start_s = None
-        self._verdict = ""
-        self.notice = ""
+        self._verdict = self._confession = ""
+        self.notice, self.facts = "", {}
         self.started_s = time.time()
         path = socket_path(self._run_dir, self.id, self.boot)
         try:
             self.process = self._start(self, self.boot, path)
         except LaunchError as error:
+            self._confession = str(error)
             return error
         self._move("starting", doing="loading")
         end = await self.process.wait()
@@ -123,11 +132,13 @@ class Managed:
         if report.notice:
             self.notice = report.notice
             self._on_change()
+        elif report.state == "failed":
+            self._confession = report.doing
         elif report.state == "draining":
             self._drain_until = time.monotonic() + DRAIN_TIMEOUT_S
             self._move("draining", doing="someone sent it SIGTERM")
         elif report.state == "ready" and self.state != "ready":
-            self._ready_at = time.monotonic()
+            self._ready_at, self.facts = time.monotonic(), report.facts
             self.start_s = time.time() - self.started_s
             self._move("ready")
         elif self.state == "starting":
@@ -186,10 +197,20 @@ class Managed:
             await self._changed.wait()
         return self.state
 
+    @property
+    def failure(self) -> str:
+        """What an operator is shown of a replica that failed: why, with the end of its log if it did not say it."""
+        return failure(self.id, self.reason, self.last_words)
+
     def _move(self, state: State, doing: str = "") -> None:
         self.state, self.doing, self.fraction, self.since_s = state, doing, None, time.time()
         if self.process is not None:
             address = f"ipc://{socket_path(self._run_dir, self.id, self.boot)}"
-            self._registry.put(Entry(self.id, self.boot, address, state))
+            self._registry.put(Entry(self.id, self.boot, address, state, self.facts))
         self._changed.set()
         self._on_change()
+
+
+def failure(id: str, reason: str, last_words: str) -> str:
+    """Why a replica failed; the end of its log follows, where there is one to show."""
+    return f"{id} failed: {reason}" + (f"; the last lines of its log:\n{last_words}" if last_words else "")

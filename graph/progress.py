@@ -10,10 +10,11 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from graph.managed import failure
 from graph.status import GraphStatus, ReplicaStatus
+from graph.tables import aligned, fitted
 
 _COLOURS = {"ready": "green", "starting": "yellow", "draining": "cyan", "failed": "red", "stopped": "red"}
 
@@ -46,42 +47,40 @@ class Progress:
         new = [replica for replica in replicas if self._shown.get(replica.id) != (replica.state, replica.doing)]
         self._shown |= {replica.id: (replica.state, replica.doing) for replica in new}
         if self._live is not None:
-            self._live.update(_table(replicas, now_s), refresh=True)
+            self._live.update(fitted(_start_table(replicas, now_s)), refresh=True)
             return
         for replica in new:
+            if replica.state == "failed":  # told once, by whoever waits for the start
+                continue
             self._console.print(_line(replica), highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(replicas: list[ReplicaStatus], now_s: float) -> Table:
-    table = Table.grid(padding=(0, 2))
+def _start_table(replicas: list[ReplicaStatus], now_s: float) -> list[Text]:
+    rows = []
     for replica in replicas:
-        colour = _COLOURS[replica.state]
         seconds = "" if replica.state == "ready" else f"{max(0.0, now_s - replica.since):.0f} s"
-        table.add_row(replica.id, f"[{colour}]{replica.state}[/]", seconds, Text(replica.doing))
-    return table
+        rows.append((replica.id, _state(replica), seconds, replica.doing))
+    return aligned(rows, "<<<<")
 
 
-def status_table(status: GraphStatus, now_s: float) -> Table:
-    """The table that `graph status` shows."""
-    table = Table(
-        title=f"{status.graph}: {status.state}  {status.url or ''}", title_justify="left", box=None, padding=(0, 2)
-    )
-    for column in ("replica", "state", "since", "pid", "MiB", "restarts", ""):
-        table.add_column(column, justify="left" if column in ("replica", "state", "") else "right")
+def status_table(status: GraphStatus, now_s: float) -> list[Text]:
+    """The table that `graph status` shows, a line for each replica."""
+    rows: list[tuple[str | Text, ...]] = [
+        tuple(Text(name, style="bold") for name in ("replica", "state", "since", "pid", "MiB", "restarts"))
+    ]
     for node, counts in status.nodes.items():
         if not counts.replicas:
-            table.add_row(node, Text("none", style="dim"))
+            rows.append((node, Text("none", style="dim")))
         for replica in counts.replicas:
-            table.add_row(
-                replica.id,
-                Text(replica.state, style=_COLOURS[replica.state]),
-                _duration(now_s - replica.since),
-                str(replica.pid or ""),
-                str(replica.rss_mb or ""),
-                str(replica.restarts),
-                Text(replica.doing or _past(replica)),
-            )
-    return table
+            since, pid, mib = _duration(now_s - replica.since), str(replica.pid or ""), str(replica.rss_mb or "")
+            told = replica.doing or _past(replica)
+            rows.append((replica.id, _state(replica), since, pid, mib, str(replica.restarts), told))
+    title = Text(f"{status.graph}: {status.state}  {status.url or ''}".rstrip())
+    return [title, *aligned(rows, "<<>>>><")]
+
+
+def _state(replica: ReplicaStatus) -> Text:
+    return Text(replica.state, style=_COLOURS[replica.state])
 
 
 def _past(replica: ReplicaStatus) -> str:
@@ -94,9 +93,9 @@ def _past(replica: ReplicaStatus) -> str:
 
 
 def last_words(status: GraphStatus) -> list[str]:
-    """Of each replica that failed: its name, why, and the end of its log."""
+    """Of each replica that failed: its name, why, and the end of its log if that tells more."""
     replicas = [replica for node in status.nodes.values() for replica in node.replicas]
-    return [f"{r.id} failed: {r.reason}\n{r.last_words}" for r in replicas if r.state == "failed"]
+    return [failure(r.id, r.reason, r.last_words) for r in replicas if r.state == "failed"]
 
 
 def _duration(seconds: float) -> str:

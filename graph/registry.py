@@ -39,6 +39,7 @@ class Entry(msgspec.Struct, frozen=True):
     boot: str
     address: str
     state: State
+    facts: dict[str, int] = {}
 
     @property
     def node(self) -> str:
@@ -47,7 +48,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     def peer(self) -> Peer:
         """This replica as the links know it."""
-        return Peer(self.id, self.boot, self.address, self.state)
+        return Peer(self.id, self.boot, self.address, self.state, self.facts)
 
 
 class Directory(Message, frozen=True, array_like=True, tag=True):
@@ -67,8 +68,10 @@ class Join(Message, frozen=True, array_like=True, tag=True):
 class Report(Message, frozen=True, array_like=True, tag=True):
     """Replica to supervisor: my state, and what I am doing while I start (`fraction` of 1 done, if known).
 
-    State "draining" is answered once nobody sends this replica new requests any more.
-    A report with a `notice` brings that alone: something an operator should see.
+    State "draining" is answered once nobody sends this replica new requests any more; "failed" comes right before
+    the process ends and tells, as `doing`, why.
+    A report with a `notice` brings that alone: something an operator should see. State "ready" brings `facts` that
+    callers are told with the directory.
     """
 
     boot: str
@@ -76,6 +79,7 @@ class Report(Message, frozen=True, array_like=True, tag=True):
     doing: str = ""
     fraction: float | None = None
     notice: str = ""
+    facts: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Noted(Message, frozen=True, array_like=True, tag=True):

@@ -13,6 +13,7 @@ standard input says so as well.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -25,9 +26,10 @@ import msgspec
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from graph.child import die_with_parent, end_with_pipe, read_line, set_title
+from graph.child import die_with_parent, end_with_pipe, log_failure, read_line, set_title
 from graph.component import Component
 from graph.context import ReplicaContext
+from graph.errors import GraphError, LinkError
 from graph.link import Links, ZeroMQ
 from graph.loader import import_component
 from graph.replica_port import serve_replica_port
@@ -49,8 +51,12 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_file_limit()
     log.info("%s boot %s starts, pid %d", spec.id, spec.boot, os.getpid())
-    component_class = import_component(spec.component)
-    component = component_class(msgspec.convert(spec.options, component_class.Options))
+    try:
+        component_class = import_component(spec.component)
+        component = component_class(msgspec.convert(spec.options, component_class.Options))
+    except GraphError as error:
+        log_failure(log, spec.id, error)
+        return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(Replica(spec, component)))
     return 1
@@ -87,8 +93,9 @@ class Replica:
         try:
             context.join()
             await self._live(context)
-        except Exception as error:  # the component's own; the log is what the supervisor shows
-            log.exception("%s failed", self._spec.id)
+        except Exception as error:  # the component's own; the supervisor shows what it says, else the log
+            log_failure(log, self._spec.id, error)
+            await _tell(context, error)
             self._fail(error)
         finally:
             await self._close(context, links)
@@ -137,7 +144,7 @@ class Replica:
         try:
             await asyncio.wait_for(self._component.stop(), _STOP_TIMEOUT_S)
         except Exception as error:  # must not keep the links from being closed
-            log.exception("%s failed to stop", self._spec.id)
+            log_failure(log, f"the stop of {self._spec.id}", error)
             self._fail(error)
         await context.close()
         await links.close()
@@ -146,6 +153,13 @@ class Replica:
         if self._failure is None:
             self._failure = error
             self._failed.set()
+
+
+async def _tell(context: ReplicaContext, error: Exception) -> None:
+    """Tells the supervisor why the replica ends, where the error's own words are enough."""
+    if isinstance(error, GraphError) and not isinstance(error, LinkError):
+        with contextlib.suppress(LinkError):  # it sees the exit status in any case
+            await context.report("failed", str(error))
 
 
 if __name__ == "__main__":

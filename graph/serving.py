@@ -35,6 +35,7 @@ STOPPED_AT_ONCE = 130
 """Exit status after a second signal."""
 
 _PROGRESS_TICK_S = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Ending:
@@ -52,8 +53,12 @@ class Ending:
 def run_graph(
     view: GraphView, listeners: Mapping[str, socket.socket], console: Console, on_ready: Callable[[RunDir], None]
 ) -> int:
-    """Serves `view` until its end and returns the exit status. `on_ready` is called once, when all replicas are."""
+    """Serves `view` until its end and returns the exit status. `on_ready` is called once, when all replicas are.
+
+    Signals wait until `_Serving` can take them; those that come after its end count no more.
+    """
     _log_to(console)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     run_dir = RunDir.claim(base_dir(os.environ), view.name)
     try:
         return asyncio.run(_serve(view, run_dir, listeners, console, on_ready))
@@ -96,8 +101,9 @@ class _Serving:
     async def run(self, on_ready: Callable[[RunDir], None]) -> int:
         """The whole life; all replicas are dead when it returns or raises."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _SIGNALS:
             loop.add_signal_handler(number, self._ending.ask)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         supervisor = self._supervisor
         serve_control(supervisor, self._ending.drain.set)
         self._run_dir.announce(
@@ -118,6 +124,7 @@ class _Serving:
         finally:
             watch.cancel()
             await supervisor.close()
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the loop's end takes the handlers away
 
     async def _start(self) -> list[Managed]:
         """Starts all replicas; returns those that failed. Ends early when the end is asked for."""
@@ -142,7 +149,7 @@ class _Serving:
 
     def _report(self, failed: list[Managed]) -> None:
         for managed in failed:
-            self._say(f"{managed.id} failed: {managed.reason}; the last lines of its log:\n{managed.last_words}")
+            self._say(managed.failure)
 
     async def _tick(self) -> None:
         while True:
@@ -166,6 +173,11 @@ async def _first(task: asyncio.Task[object], other: Awaitable[object]) -> None:
 
 
 def _log_to(console: Console) -> None:
-    handler = RichHandler(console=console, show_path=False, markup=False)
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, markup=False)
+    else:  # whole lines, whatever their length
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.setLevel(logging.WARNING)
     logging.getLogger().addHandler(handler)

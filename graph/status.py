@@ -25,7 +25,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     restarts: int
     doing: str = ""
     reason: str = ""  # why it died last
-    last_words: str = ""  # the end of its log, if it failed
+    last_words: str = ""  # the end of its log, if it failed without saying why
     rss_mb: int | None = None
     start_s: float | None = None  # how long it took to become ready
     gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from pathlib import Path
 from socket import socket
 from typing import Literal
 
@@ -21,17 +19,16 @@ from graph.component import Health, Peer
 from graph.declare import GraphView
 from graph.errors import DeclarationError, LaunchError
 from graph.hangs import HangWatch
-from graph.launcher import LocalLauncher, LocalProcess, bound_log
+from graph.launcher import LocalLauncher, bound_log
 from graph.link import Links, ZeroMQ
-from graph.loader import component_reference
 from graph.managed import Managed
 from graph.metrics import merge
 from graph.policy import DRAIN_TIMEOUT_S, drain_order, free_indexes, plan_scale, split_replica, surplus
 from graph.registry import SUPERVISOR, Directory, LocalRegistry
 from graph.replica_port import Replicas
-from graph.resources import GpuPool, Machine, cores_for, thread_environment
+from graph.resources import Machine
 from graph.rundir import RunDir, log_path, socket_path
-from graph.spec import ReplicaSpec, plain_options, targets_of
+from graph.starter import Starter
 from graph.status import GraphStatus, graph_families, node_status
 
 log = logging.getLogger("headrace.supervisor")
@@ -62,12 +59,9 @@ class Supervisor:
         self.replicas: dict[str, Managed] = {}
         self.desired = {name: node.replicas for name, node in view.nodes.items()}
         self.registry = LocalRegistry(view)
-        self.gpus = GpuPool(machine.gpus)
         self._run_dir = run_dir
-        self._launcher = launcher
-        self._machine = machine
+        self._num_cores = machine.num_cores
         self._listeners = listeners
-        self._environment = environment
         self._on_change = on_change
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unwaited: set[asyncio.Task[None]] = set()  # of commands that nobody waits for
@@ -76,6 +70,17 @@ class Supervisor:
         address = f"ipc://{socket_path(run_dir.path, SUPERVISOR, boot)}"
         self.peer = Peer(SUPERVISOR, boot, address)
         self.links = Links(SUPERVISOR, boot, transport=ZeroMQ(), listen=address)
+        self._starter = Starter(
+            view,
+            run_dir,
+            launcher=launcher,
+            machine=machine,
+            listeners=listeners,
+            environment=environment,
+            desired=self.desired,
+            supervisor=self.peer,
+        )
+        self.gpus = self._starter.gpus
         self._asked = Replicas(self.links, view.nodes)
         self._hangs = HangWatch(self._asked, view.nodes)
 
@@ -139,7 +144,7 @@ class Supervisor:
     async def scale(self, targets: Sequence[str], tell: Callable[[str], None], *, wait: bool) -> None:
         """Carries out `graph scale`; raises `DeclarationError` before anything is touched."""
         async with self._command():
-            counts = plan_scale(self.view, self.desired, targets, self.gpus.num_gpus, self._machine.num_cores)
+            counts = plan_scale(self.view, self.desired, targets, self.gpus.num_gpus, self._num_cores)
             staying = {node: self._staying(node) for node in counts}
             removed = [m for node, count in counts.items() for m in surplus(staying[node], count)]
             missing = {node: max(0, count - len(staying[node])) for node, count in counts.items()}
@@ -228,7 +233,7 @@ class Supervisor:
             run_dir=self._run_dir.path,
             log_file=log_path(self._run_dir.path, id),
             registry=self.registry,
-            start=self._start,
+            start=self._starter.start,
             on_change=self._on_change,
         )
         self.replicas[id] = managed
@@ -255,33 +260,6 @@ class Supervisor:
         del self.replicas[managed.id]
         tell(f"{managed.id} left after {time.monotonic() - began:.1f} s")
 
-    def _start(self, managed: Managed, boot: str, path: Path) -> LocalProcess:
-        node = self.view.nodes[managed.node]
-        num_cores = cores_for(node, self.view, self.desired, self._machine.num_cores)
-        spec = ReplicaSpec(
-            id=managed.id,
-            boot=boot,
-            graph=self._run_dir.name,
-            component=component_reference(node.component, self.view.file),
-            options=plain_options(node),
-            run_dir=str(self._run_dir.path),
-            address=f"ipc://{path}",
-            supervisor=self.peer,
-            targets=targets_of(self.view, node.name),
-            num_cores=num_cores,
-            tp=node.tp,
-            gpu_share=min(1.0, node.gpus) or 1.0,
-            parent_pid=os.getpid(),
-        )
-        environment = {"UCX_NET_DEVICES": "lo", **self._environment, **thread_environment(max(1, num_cores // node.tp))}
-        gpus = self.gpus.take(managed.id, node.gpus, node.tp)
-        if gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            managed.gpus = gpus
-        return self._launcher.start(
-            spec, environment=environment, log=managed.log_file, listener=self._listeners.get(node.name)
-        )
-
     def _on_directory(self, directory: Directory) -> None:
         self.links.set_peers([entry.peer() for entry in directory.replicas])
 
@@ -301,4 +279,4 @@ async def _tell_ready(managed: Managed, tell: Callable[[str], None]) -> None:
     if await managed.until("ready", "failed") == "ready":
         tell(f"{managed.id} ready after {time.monotonic() - began:.1f} s")
     elif managed.state == "failed":
-        raise LaunchError(f"{managed.id} failed: {managed.reason}\n{managed.last_words}")
+        raise LaunchError(managed.failure)

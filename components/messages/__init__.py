@@ -17,6 +17,7 @@ from components.messages.events import (
     WorkerSnapshot,
 )
 from components.messages.generate import (
+    MAX_LENGTH,
     FinishReason,
     GenerateRequest,
     Sampling,
@@ -44,6 +45,7 @@ from components.messages.prefill import (
 
 __all__ = [
     "BLOCK_HASH_BYTES",
+    "MAX_LENGTH",
     "PREFILL_REPLIES",
     "PREFILL_REQUESTS",
     "TOKEN_BYTES",

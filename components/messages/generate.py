@@ -8,6 +8,9 @@ import msgspec
 
 from graph import Message
 
+MAX_LENGTH = "max_length"
+"""The fact that a worker announces: the tokens of the longest sequence it has room for, prompt and output together."""
+
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How one sequence's tokens are chosen. The defaults sample from the plain distribution.

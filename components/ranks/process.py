@@ -48,7 +48,7 @@ from components.transfer.agent import TransferError
 from components.transfer.driver import TransferDriver
 from components.transfer.probe import ProbeTimeout, prepare
 from graph import PeerFault, Refused, Stream
-from graph.child import die_with_parent, end_with_pipe, read_line, set_title
+from graph.child import die_with_parent, end_with_pipe, log_failure, read_line, set_title
 from graph.link import Links, ZeroMQ
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,10 @@ def main() -> int:
         return 1
     set_title(spec.title)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s rank {spec.rank} %(name)s: %(message)s")
-    asyncio.run(_serve(spec))
+    try:
+        asyncio.run(_serve(spec))
+    except Exception as error:  # rank 0 sees this process end, and its log is rank 0's
+        log_failure(logger, f"rank {spec.rank}", error)
     return 1
 
 

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from frontends.text.fields import Fields
+from frontends.text.errors import brief
+from frontends.text.fields import Fields, wrong_type
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -44,7 +45,7 @@ class Message(Fields):
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
-            raise ValueError("must be a string or a list of text parts")
+            raise wrong_type("must be a string or a list of text parts")
         return "".join(_part_text(part) for part in value)
 
     def for_template(self) -> dict[str, Any]:
@@ -55,7 +56,7 @@ class Message(Fields):
 def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "refusal"):
-        raise ValueError(f"parts must be of type 'text', not {kind!r}: this model takes text only")
+        raise ValueError(f"parts must be of type 'text', not {brief(repr(kind))}: this model takes text only")
     text = part.get(kind)
     if not isinstance(text, str):
         raise ValueError(f"a part of type {kind!r} must have a string {kind!r}")

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import msgspec
 
+_ECHOED_CHARS = 100
+
 
 class ApiError(Exception):
     """A refusal, raised anywhere on the text side and turned into an HTTP reply once, at the edge.
 
     `type` and `code` are the machine-readable reasons of the OpenAI API, `param` names the field at
-    fault, `retry_after_s` becomes a Retry-After header.
+    fault, `retry_after_s` becomes a Retry-After header. Codes of a request that is not valid:
+
+        missing_required_parameter   the field must be there
+        invalid_type                 it has another JSON type than it must have
+        invalid_value                its value is out of range, or does not go with another field's
+        invalid_json                 the body is no JSON object
+        unsupported_parameter        the OpenAI API has the field, this server does not act on it
+        unsupported_value            this server acts on the field, not on this value of it
+        context_length_exceeded      the model has no room for so many tokens
     """
 
     def __init__(
@@ -18,7 +28,7 @@ class ApiError(Exception):
         message: str,
         *,
         type: str = "invalid_request_error",
-        code: str | None = None,
+        code: str = "invalid_value",
         param: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
@@ -52,6 +62,11 @@ def context_exceeded(limit: int, asked: str, *, param: str) -> ApiError:
         code="context_length_exceeded",
         param=param,
     )
+
+
+def brief(text: str, num_chars: int = _ECHOED_CHARS) -> str:
+    """What a client sent, as an error message may echo it: the beginning of a long text, with its length."""
+    return text if len(text) <= num_chars else f"{text[:num_chars]}... ({len(text)} characters)"
 
 
 def _encodable(text: str) -> str:

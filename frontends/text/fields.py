@@ -6,8 +6,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from frontends.text.errors import ApiError
+from frontends.text.errors import ApiError, brief
 
 INT32_MAX = (1 << 31) - 1
 
@@ -43,11 +44,11 @@ def json_object(body: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
     if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object")
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return value
 
 
@@ -58,14 +59,30 @@ def validate(model: type[Model], value: dict[str, Any]) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply") from error
-    param = ".".join(str(part) for part in first["loc"]) or None
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
+    param = ".".join(brief(str(part)) for part in first["loc"]) or None
     message = _MESSAGES.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").removesuffix(" after validation, not 0")
-    raise ApiError(400, f"{param}: {message}" if param else message, param=param)
+    raise ApiError(400, f"{param}: {message}" if param else message, code=_code(first["type"]), param=param)
 
 
-def not_supported(name: str, advice: str = "") -> ApiError:
-    """The refusal of a field that would change the answer if this server knew it."""
-    hint = f"; {advice}" if advice else ""
-    return ApiError(400, f"{name} is not supported yet{hint}", code="unsupported_parameter", param=name)
+def wrong_type(message: str) -> PydanticCustomError:
+    """What a validator raises for a value of another JSON type than the field takes."""
+    return PydanticCustomError("wrong_type", "{message}", {"message": message})
+
+
+def not_supported(name: str, advice: str = "leave it out") -> ApiError:
+    """The refusal of a field that would change the answer if this server knew it; `advice` is what to do."""
+    return ApiError(400, f"{name} is not supported yet; {advice}", code="unsupported_parameter", param=name)
+
+
+def value_not_supported(name: str, what: str, advice: str) -> ApiError:
+    """The refusal of a value of a field that this server knows: `what` it does not support, and what to do."""
+    return ApiError(400, f"{what} is not supported yet; {advice}", code="unsupported_value", param=name)
+
+
+def _code(kind: str) -> str:
+    """The OpenAI API's code for a kind of pydantic's errors."""
+    if kind == "missing":
+        return "missing_required_parameter"
+    return "invalid_type" if kind.endswith("_type") else "invalid_value"

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from components.messages import Sampling, Stopping
 from frontends.text.errors import ApiError, context_exceeded
-from frontends.text.fields import INT32_MAX, Fields, TokenId
+from frontends.text.fields import INT32_MAX, Fields, TokenId, wrong_type
 from frontends.text.model import TextModel
 from frontends.text.prompts import check_vocabulary
 
@@ -78,7 +78,7 @@ class GenerationFields(Fields):
     def _list_of_stops(cls, value: Any) -> Any:
         stops = [value] if isinstance(value, str) else value
         if not isinstance(stops, list):
-            raise ValueError("must be a string or a list of strings")
+            raise wrong_type("must be a string or a list of strings")
         if len(stops) > MAX_STOPS:
             raise ValueError(f"at most {MAX_STOPS} stop strings are allowed, not {len(stops)}")
         return tuple(s for s in stops if s != "")  # an empty stop would end everything at once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pena
 class TextModel:
     """Turns text into ids and ids into text. One per process; `close` ends its two threads.
 
-    `max_model_len` is the longest sequence, prompt and output together. `vocab_size` is the model's: ids at or
+    `max_model_len` is the longest sequence, prompt and output together, that the model and, once `fit` was told, the
+    workers have room for. `vocab_size` is the model's: ids at or
     above it are nobody's. `eos_token_ids` end a sequence. `generation_defaults` are the sampling fields of the
     model's generation_config.json, for whoever wants to follow them.
     """
@@ -53,7 +54,7 @@ class TextModel:
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
         self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
+        self.max_model_len = self._own_max_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.generation_defaults = dict(generation_defaults)
         self._bound = bound
@@ -95,6 +96,10 @@ class TextModel:
         """Ends the encoding threads; what they have begun is finished first."""
         self._short.shutdown()
         self._long.shutdown()
+
+    def fit(self, lengths: Iterable[int]) -> None:
+        """Follows the workers: `lengths` are the longest sequences that they have room for, each by itself."""
+        self.max_model_len = min((self._own_max_len, *lengths))
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -46,11 +46,13 @@ def check_vocabulary(ids: Iterable[int], model: TextModel, *, param: str) -> Non
 
 def _check_ids(ids: Any, model: TextModel, *, param: str) -> None:
     if not isinstance(ids, list) or not ids:
-        raise _refusal(f"{param} must be {_SHAPES}" if ids else f"{param} must not be empty", param=param)
+        if ids == []:
+            raise _refusal(f"{param} must not be empty", param=param)
+        raise _refusal(f"{param} must be {_SHAPES}", param=param, code="invalid_type")
     if len(ids) >= model.max_model_len:
         raise context_exceeded(model.max_model_len, f"{param} has {len(ids)} tokens", param=param)
     if any(type(id) is not int for id in ids):  # a bool is not an id
-        raise _refusal(f"{param} must be {_SHAPES}", param=param)
+        raise _refusal(f"{param} must be {_SHAPES}", param=param, code="invalid_type")
     check_vocabulary(ids, model, param=param)
 
 
@@ -58,11 +60,11 @@ def _split(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise _refusal(f"prompt must be {_SHAPES}")
+        raise _refusal(f"prompt must be {_SHAPES}", code="invalid_type")
     if value and not isinstance(value[0], str | list):
         return [value]
     return value
 
 
-def _refusal(message: str, *, param: str = "prompt") -> ApiError:
-    return ApiError(400, message, param=param)
+def _refusal(message: str, *, param: str = "prompt", code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, code=code, param=param)

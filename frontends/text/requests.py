@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from components.messages import Stopping
 from frontends.text.chat import Message
 from frontends.text.errors import ApiError
-from frontends.text.fields import Fields, TokenId, json_object, not_supported, parse, validate
+from frontends.text.fields import Fields, TokenId, json_object, parse, validate, value_not_supported, wrong_type
 from frontends.text.generation import MAX_CHOICES, MAX_TOP_LOGPROBS, Count, GenerationFields
 from frontends.text.model import TextModel
 from frontends.text.prompts import Prompt, check_vocabulary, prompt_list
@@ -99,7 +99,7 @@ class CompletionRequest(GenerationFields):
     @classmethod
     def _is_prompt(cls, value: Any) -> Any:
         if not isinstance(value, str | list):
-            raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+            raise wrong_type("must be a string, a list of strings, a list of token ids, or a list of such lists")
         return value
 
     @model_validator(mode="after")
@@ -107,9 +107,11 @@ class CompletionRequest(GenerationFields):
         if self.best_of is not None and self.best_of < self.n:
             raise ApiError(400, f"best_of ({self.best_of}) must not be less than n ({self.n})", param="best_of")
         if self.best_of is not None and self.best_of > self.n:
-            raise not_supported("best_of", "ask for n choices and choose")
+            advice = "leave best_of out, set n to the number of choices, and keep the best of them"
+            raise value_not_supported("best_of", f"best_of above n ({self.best_of} above {self.n})", advice)
         if self.echo and self.logprobs is not None:
-            raise not_supported("echo", "not together with logprobs; leave out one of them")
+            what = "echo together with logprobs (log-probabilities of the prompt's tokens)"
+            raise value_not_supported("echo", what, "leave out echo to get those of the output, or leave out logprobs")
         return self
 
     @property
@@ -182,18 +184,24 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def parse_prompted(body: bytes) -> ChatRequest | CompletionRequest:
     """The body of a chat if it has messages, else of a completion. Raises `ApiError` 400 naming the field."""
-    return parse_chat(body) if json_object(body).get("messages") is not None else parse_completion(body)
+    return parse_chat(body) if _is_chat(json_object(body)) else parse_completion(body)
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
     """The body of a tokenization, of a chat if it has messages. Raises `ApiError` 400 naming the field."""
     value = json_object(body)
     refuse_unsupported(value)
-    if value.get("messages") is not None:
-        return validate(TokenizeChatRequest, value)
-    return validate(TokenizeRequest, value)
+    return validate(TokenizeChatRequest, value) if _is_chat(value) else validate(TokenizeRequest, value)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """The body of a detokenization. Raises `ApiError` 400 naming the field."""
     return parse(DetokenizeRequest, body)
+
+
+def _is_chat(value: dict[str, Any]) -> bool:
+    """Whether the body has messages rather than a prompt. Raises `ApiError` 400 if it has both."""
+    has_messages = value.get("messages") is not None
+    if has_messages and value.get("prompt") is not None:
+        raise ApiError(400, "prompt and messages exclude each other; leave one of them out", param="prompt")
+    return has_messages

@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from frontends.text.errors import ApiError
+from frontends.text.errors import ApiError, brief
 
 _FOREIGN_ERRORS = (
     jinja2.TemplateError,
@@ -26,6 +26,7 @@ _FOREIGN_ERRORS = (
 )
 """What a template can raise over a client's messages; all of it is the client's 400."""
 
+_TOLD_CHARS = 500  # of a template's objection, which may quote the messages
 _CONTINUE_HERE = "\u2063continue-here\u2063"
 _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -68,7 +69,7 @@ class ChatTemplate:
         kwargs = kwargs or {}
         clash = next((name for name in kwargs if name in _OWN_NAMES or name in self._names), None)
         if clash is not None:
-            raise ApiError(400, f"chat_template_kwargs must not set {clash!r}", param="chat_template_kwargs")
+            raise ApiError(400, f"chat_template_kwargs must not set {brief(clash)!r}", param="chat_template_kwargs")
         chat = [_plain(message, self._knows_developer) for message in messages]
         if continue_final_message:
             chat[-1]["content"] += _CONTINUE_HERE
@@ -76,7 +77,7 @@ class ChatTemplate:
         try:
             text = self._template.render({**self._names, **kwargs, **own})
         except _FOREIGN_ERRORS as error:
-            message = f"the chat template cannot render these messages: {error}"
+            message = f"the chat template cannot render these messages: {brief(str(error), _TOLD_CHARS)}"
             raise ApiError(400, message, param="messages") from error
         return _cut(text) if continue_final_message else text
 

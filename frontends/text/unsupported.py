@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from frontends.text.errors import ApiError
-from frontends.text.fields import not_supported
+from frontends.text.fields import not_supported, value_not_supported
 
 _FIELDS = (
     "suffix",
@@ -37,7 +37,8 @@ def refuse_unsupported(value: Mapping[str, Any]) -> None:
         if not (asked is None or asked is False or asked in ("", [])):
             raise not_supported(name)
     if value.get("modalities") not in (None, [], ["text"]):
-        raise not_supported("modalities", "only text")
+        advice = 'leave modalities out or set it to ["text"]'
+        raise value_not_supported("modalities", "any output but text", advice)
 
 
 def refuse_tools(value: Mapping[str, Any]) -> None:
@@ -45,12 +46,12 @@ def refuse_tools(value: Mapping[str, Any]) -> None:
     for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         offered, chosen = value.get(tools), value.get(choice)
         if offered is not None and not isinstance(offered, list):
-            raise ApiError(400, f"{tools} must be a list", param=tools)
+            raise ApiError(400, f"{tools} must be a list", code="invalid_type", param=tools)
         if chosen in (None, "none"):
             if offered and chosen is None:
                 raise not_supported(tools, f'leave it out or set {choice} to "none"')
         else:
-            raise not_supported(choice, 'leave it out or set it to "none"')
+            raise value_not_supported(choice, f'{choice} other than "none"', 'leave it out or set it to "none"')
 
 
 def refuse_response_format(value: Mapping[str, Any]) -> None:
@@ -62,4 +63,5 @@ def refuse_response_format(value: Mapping[str, Any]) -> None:
     if kind not in ("text", "json_object", "json_schema"):
         raise ApiError(400, "response_format must be an object with a known type", param="response_format")
     if kind != "text":
-        raise not_supported("response_format", 'leave it out or use the type "text"')
+        advice = 'leave response_format out, or set its type to "text" and ask for the format in the prompt'
+        raise value_not_supported("response_format", f'response_format of type "{kind}"', advice)

@@ -95,8 +95,9 @@ def test_a_failed_conversion_says_why(
     cache: Path, conversions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_cache, "_packaged_gguf", lambda: tmp_path / "bad.gguf")
-    with pytest.raises(LaunchError, match="no such format"):
+    with pytest.raises(LaunchError, match="no such format") as error:
         resolve_model(DEFAULT_MODEL)
+    assert "\n" not in str(error.value)
     assert not list(cache.rglob("config.json"))
 
 

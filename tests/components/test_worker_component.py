@@ -57,6 +57,7 @@ class WorkerContext:
         self.metrics = CollectorRegistry()
         self.loop = asyncio.get_running_loop()
         self.failures: list[BaseException | None] = []
+        self.facts: dict[str, int] = {}
 
     def serve(self, port: Any, handler: Any, *, max_streams: int = 100_000) -> None:
         self.links.serve(port, handler, max_streams=max_streams)
@@ -66,6 +67,9 @@ class WorkerContext:
 
     def progress(self, doing: str, fraction: float | None = None) -> None:
         pass
+
+    def announce(self, **facts: int) -> None:
+        self.facts |= facts
 
     def spawn(self, work: Any, *, name: str) -> asyncio.Task[None]:
         task = self.loop.create_task(work, name=name)
@@ -214,6 +218,8 @@ def test_what_can_never_fit_is_refused_and_so_is_a_live_id() -> None:
         error = await scene.error("long", 64 * 16 + 1)
         assert isinstance(error, Refused)
         assert error.code == "context_length_exceeded"
+        assert scene.context.facts == {"max_length": 64 * 16 + 1}  # the last token needs no room
+        assert len(text(await scene.chunks("just", 64 * 16, max_tokens=9))) == 1
         call = scene.ask("twin", 20, max_tokens=900)
         await anext(aiter(call))
         assert (await scene.error("twin", 20)).code == "duplicate_request"

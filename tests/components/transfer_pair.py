@@ -69,6 +69,9 @@ class PairContext:
     def progress(self, doing, fraction=None):
         pass
 
+    def announce(self, **facts):
+        pass
+
     def notice(self, text):
         self.notices.append(text)
 

@@ -114,9 +114,9 @@ class FakeClient:
         self._callbacks: list[Callable[[Mapping[str, Peer]], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serve(self, peer: str, handler: Callable[[Any, Any], Any]) -> None:
+    def serve(self, peer: str, handler: Callable[[Any, Any], Any], **facts: int) -> None:
         self._handlers[peer] = handler
-        self.peers[peer] = Peer(peer, f"boot-{next(_ids)}", "fake://")
+        self.peers[peer] = Peer(peer, f"boot-{next(_ids)}", "fake://", facts=facts)
         self._changed()
 
     def kill(self, peer: str) -> None:

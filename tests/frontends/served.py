@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -142,7 +143,7 @@ class QuickProcessor(Processor):
     """A processor that need not read its model anew."""
 
     def _load(self) -> TextModel:
-        return shared_model(self.options.served_model_name or DEFAULT_MODEL, self.options.max_model_len)
+        return copy(shared_model(self.options.served_model_name or DEFAULT_MODEL, self.options.max_model_len))
 
     async def stop(self) -> None:
         self._model = None

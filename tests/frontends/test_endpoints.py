@@ -40,6 +40,32 @@ def test_the_model_is_listed_once_a_worker_was_ready_and_stays() -> None:
     serve(test)
 
 
+def test_the_length_is_what_every_worker_has_room_for() -> None:
+    async def test(served: Served) -> None:
+        async def length() -> int:
+            told = (await served.ask("/tokenize", {"prompt": "a"})).json["max_model_len"]
+            (card,) = (await served.ask("/v1/models", method="GET")).json["data"]
+            assert (await served.ask(f"/v1/models/{DEFAULT_MODEL}", method="GET")).json == card
+            assert card["max_model_len"] == told
+            return int(told)
+
+        served.workers.serve("decode/0", FakeWorker(), max_length=4097)
+        assert await length() == 4097
+        served.workers.serve("decode/1", FakeWorker(), max_length=1025)
+        assert await length() == 1025
+        full = await served.complete([33] * 1025, max_tokens=1)
+        assert (full.status, full.json["error"]["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length is 1025" in full.json["error"]["message"]
+        assert (await served.complete([33] * 1024, max_tokens=9)).json["usage"]["completion_tokens"] == 1
+        served.workers.remove("decode/0")
+        served.workers.remove("decode/1")
+        assert await length() == 1025
+        served.workers.serve("decode/2", FakeWorker(), max_length=1_000_000)
+        assert await length() == 8192
+
+    serve(test)
+
+
 def test_unknown_paths_and_methods() -> None:
     async def test(served: Served) -> None:
         for path in ("/v1/embeddings", "/v1/unknown", "/"):
@@ -59,32 +85,32 @@ def test_unknown_paths_and_methods() -> None:
     [
         ({"model": "nope"}, 404, "model_not_found"),
         ({"model": "SmolLM2-135M-Instruct"}, 404, "model_not_found"),
-        ({"model": ""}, 400, None),
-        ({"model": 5}, 400, None),
-        ({"max_tokens": 0}, 400, None),
-        ({"max_tokens": -5}, 400, None),
-        ({"max_tokens": 1.5}, 400, None),
-        ({"max_tokens": True}, 400, None),
-        ({"max_tokens": 2**63}, 400, None),
-        ({"n": "2"}, 400, None),
-        ({"stream": "true"}, 400, None),
-        ({"messages": "hi"}, 400, None),
-        ({"messages": []}, 400, None),
-        ({"messages": None}, 400, None),
-        ({"messages": [{"role": "banana", "content": "x"}]}, 400, None),
-        ({"messages": [{"role": "user", "content": 5}]}, 400, None),
-        ({"logit_bias": {"999999": 1}}, 400, None),
-        ({"top_logprobs": 21, "logprobs": True}, 400, None),
+        ({"model": ""}, 400, "invalid_value"),
+        ({"model": 5}, 400, "invalid_type"),
+        ({"max_tokens": 0}, 400, "invalid_value"),
+        ({"max_tokens": -5}, 400, "invalid_value"),
+        ({"max_tokens": 1.5}, 400, "invalid_type"),
+        ({"max_tokens": True}, 400, "invalid_type"),
+        ({"max_tokens": 2**63}, 400, "invalid_value"),
+        ({"n": "2"}, 400, "invalid_type"),
+        ({"stream": "true"}, 400, "invalid_type"),
+        ({"messages": "hi"}, 400, "invalid_type"),
+        ({"messages": []}, 400, "invalid_value"),
+        ({"messages": None}, 400, "missing_required_parameter"),
+        ({"messages": [{"role": "banana", "content": "x"}]}, 400, "invalid_value"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "invalid_type"),
+        ({"logit_bias": {"999999": 1}}, 400, "invalid_value"),
+        ({"top_logprobs": 21, "logprobs": True}, 400, "invalid_value"),
     ],
 )
-def test_chats_that_are_refused(fields: dict[str, Any], status: int, code: str | None) -> None:
+def test_chats_that_are_refused(fields: dict[str, Any], status: int, code: str) -> None:
     async def test(served: Served) -> None:
         for stream in (False, True):
             reply = await served.chat(**{"stream": stream, **fields})
             assert reply.status == status
             error = reply.json["error"]
             assert set(error) == {"message", "type", "param", "code"}
-            assert code is None or error["code"] == code
+            assert error["code"] == code
         assert worker.requests == []
 
     worker = FakeWorker()
@@ -134,6 +160,24 @@ def test_tokenize_agrees_with_usage() -> None:
         messages = [{"role": "user", "content": "hi"}]
         chat = (await served.ask("/tokenize", {"messages": messages})).json
         assert chat["count"] == (await served.chat("hi", max_tokens=1)).json["usage"]["prompt_tokens"] == 31
+
+    serve(test, FakeWorker())
+
+
+def test_long_names_are_told_in_brief() -> None:
+    async def test(served: Served) -> None:
+        long = "x" * 30_000
+        for reply in (
+            await served.chat(model=long),
+            await served.complete("a", model=long),
+            await served.ask("/tokenize", {"model": long, "prompt": "a"}),
+            await served.ask("/detokenize", {"model": long, "tokens": [33]}),
+            await served.ask(f"/v1/models/{long}", method="GET"),
+            await served.ask(f"/{long}"),
+        ):
+            assert reply.status == 404
+            assert "xxx... (" in reply.json["error"]["message"]
+            assert len(reply.body) < 1_000
 
     serve(test, FakeWorker())
 

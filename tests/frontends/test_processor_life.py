@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
+import pytest
 from frontend_fakes import FakeClient, FakeContext
 
 from components import Worker
 from frontends import Processor
 from frontends.processor import ProcessorOptions
-from graph import Component, EdgeView, GraphView, NodeView
+from graph import Component, EdgeView, GraphView, LaunchError, NodeView
 
 
 def make_node(name: str, component: type[Component], **options: Any) -> NodeView:
@@ -49,5 +51,18 @@ def test_starts_and_stops_with_its_own_model() -> None:
         await processor.stop()
         await processor.stop()
         context.cancel_tasks()
+
+    asyncio.run(main())
+
+
+def test_a_folder_without_a_tokenizer_is_a_start_fault_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    async def main() -> None:
+        context = FakeContext(tokens=FakeClient(), placement=FakeClient(is_linked=False))
+        processor = Processor(ProcessorOptions(model=str(tmp_path)))
+        with pytest.raises(LaunchError, match=r"has no tokenizer\.json; convert"):
+            await processor.start(context)
+        await processor.stop()
 
     asyncio.run(main())

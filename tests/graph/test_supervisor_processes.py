@@ -74,6 +74,18 @@ def test_killed_child_is_replaced(toy: Callable) -> None:
     assert graph.end() == 0
 
 
+def test_callers_know_what_a_replica_announced_also_after_its_restart(toy: Callable) -> None:
+    graph = toy("--set", "greeter.word=moin").ready()
+    before = graph.replicas()["greeter/0"]
+    assert graph.ask("facts") == "{'greeter/0': {'letters': 4}}"
+
+    os.kill(before["pid"], signal.SIGKILL)
+    graph.until(lambda: graph.replicas()["greeter/0"]["boot"] != before["boot"])
+    graph.until(lambda: graph.status()["state"] == "ready")
+    assert graph.ask("facts") == "{'greeter/0': {'letters': 4}}"
+    assert graph.end() == 0
+
+
 def test_children_die_with_a_killed_supervisor_and_a_new_start_works(toy: Callable) -> None:
     graph = toy("--set", "greeter.replicas=2").ready()
     assert len(graph.processes()) == 4
@@ -142,6 +154,31 @@ def test_failed_start_is_shown_and_ends_the_graph(toy: Callable, fault: str) -> 
     assert "greeter/0 failed" in graph.text()
     assert ("no smile found" if fault == "start" else "killed by SIGKILL") in graph.text()
     assert graph.leftovers() == []
+
+
+def test_a_start_fault_is_shown_as_its_one_line(toy: Callable) -> None:
+    graph = toy("--set", "greeter.fail=refuse")
+
+    assert graph.process.wait(20) == 1
+    told = [line for line in graph.text().splitlines() if line.startswith("greeter/0 failed")]
+    assert told == ["greeter/0 failed: no smile to be had; set greeter.fail to nothing"]
+    assert "WARNING greeter/0 died: no smile to be had; set greeter.fail to nothing; again in 0.1 s\n" in graph.text()
+    assert "Traceback" not in graph.text()
+    assert "last lines" not in graph.text()
+
+
+def test_scaling_into_a_start_fault_is_told_in_one_line(toy: Callable) -> None:
+    graph = toy("--set", "greeter.replicas=0", "--set", "greeter.fail=refuse")
+    graph.ready()
+
+    refused = graph.run("scale", "greeter=1")
+    assert refused.returncode == 1
+    assert refused.stderr == "error: greeter/0 failed: no smile to be had; set greeter.fail to nothing\n"
+    assert "greeter/0 failed: no smile to be had" in graph.run("status").stdout
+    log = graph.run("logs", "greeter/0").stdout
+    assert "no smile to be had" in log
+    assert "Traceback" not in log
+    assert graph.end() == 0
 
 
 def test_failed_background_work_ends_its_replica(toy: Callable) -> None:

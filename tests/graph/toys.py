@@ -9,7 +9,21 @@ import time
 
 from prometheus_client import Counter
 
-from graph import Calls, Component, Context, Graph, Listen, Message, Node, NodeView, NoPeer, Options, Serves, Stream
+from graph import (
+    Calls,
+    Component,
+    Context,
+    Graph,
+    LaunchError,
+    Listen,
+    Message,
+    Node,
+    NodeView,
+    NoPeer,
+    Options,
+    Serves,
+    Stream,
+)
 
 
 class Greet(Message, frozen=True, array_like=True, tag=True):
@@ -31,8 +45,8 @@ class GreeterOptions(Options, frozen=True, kw_only=True):
     word: str = "hello"
     start_s: float = 0.0
     drain_s: float = 0.0
-    # "start": raises while it starts; "signal": kills itself; "later": its background work fails; "stuck": no work
-    # gets done; a path: raises as long as it exists
+    # "start": raises while it starts; "refuse": says why it cannot start; "signal": kills itself; "later": its
+    # background work fails; "stuck": no work gets done; a path: raises as long as it exists
     fail: str = ""
     patience_s: float = 30.0
 
@@ -50,9 +64,12 @@ class Greeter(Component):
             await asyncio.sleep(self.options.start_s)
         if self.options.fail == "start" or (self.options.fail and os.path.exists(self.options.fail)):  # noqa: ASYNC240
             raise RuntimeError("no smile found")
+        if self.options.fail == "refuse":
+            raise LaunchError("no smile to be had; set greeter.fail to nothing")
         if self.options.fail == "signal":
             os.kill(os.getpid(), signal.SIGKILL)
         self.greeted = Counter("headrace_greetings", "Greetings said.", registry=context.metrics)
+        context.announce(letters=len(self.options.word))
         context.serve(self.requests, self.greet)
         if self.options.fail == "later":
             context.spawn(self.tire(), name="smiling")
@@ -89,7 +106,7 @@ class DoorOptions(Options, frozen=True, kw_only=True):
 
 
 class Door(Component):
-    """Reads a line per connection and answers it: `metrics`, `health`, or a name to be greeted."""
+    """Reads a line per connection and answers it: `metrics`, `health`, the greeters' `facts`, or greets a name."""
 
     Options = DoorOptions
     listens = Listen()
@@ -110,6 +127,8 @@ class Door(Component):
             writer.write(await self.context.collect_metrics(1.0))
         elif line == "health":
             writer.write(self.context.health().state.encode())
+        elif line == "facts":
+            writer.write(repr({peer.id: peer.facts for peer in self.client.peers.values()}).encode())
         else:
             writer.write((await self.greeting(line)).encode())
         writer.close()

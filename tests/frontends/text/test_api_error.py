@@ -16,7 +16,7 @@ def test_the_body_is_an_openai_envelope(message: str) -> None:
     assert (envelope["type"], envelope["code"], envelope["param"]) == ("not_found_error", "model_not_found", "model")
 
 
-def test_absent_reasons_are_null() -> None:
+def test_every_refusal_has_a_code() -> None:
     assert msgspec.json.decode(ApiError(400, "no").body()) == {
-        "error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
+        "error": {"message": "no", "type": "invalid_request_error", "param": None, "code": "invalid_value"}
     }
