@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import msgspec
 
 from components.engine.build import build_engine
-from components.engine.engine import Ended, EngineRequest, StepReport, StepTokens
+from components.engine.outputs import Ended, EngineRequest, StepReport, StepTokens
 from components.messages import Sampling, Stopping
 from components.options import WorkerOptions
 
