@@ -111,7 +111,7 @@ def line(report: dict[str, Any]) -> str:
     """What the terminal shows."""
     lines = [
         f"ready after {report['ready_s']:.1f} s; one stream: TTFT {report['ttft_ms']:.1f} ms, "
-        f"bare engine {report['bare']['ttft_ms']:.1f} ms",
+        f"bare engine {report['bare']['ttft_ms']:.1f} ms, rested {report['bare']['rested_ttft_ms']:.1f} ms",
         f"its parts in ms: {', '.join(f'{name} {ms:.2f}' for name, ms in report['ttft_parts_ms'].items())}",
     ]
     for count, found in report["streams"].items():
