@@ -8,13 +8,14 @@ with `finish`, an `Ended` or the caller's cancel closes the stream, exactly once
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from itertools import count
 from typing import Literal, Protocol
 
 from components.engine.build import build_engine
 from components.engine.engine import Engine
-from components.engine.outputs import Ended, EngineRequest, Output, StepReport, StepTokens
+from components.engine.outputs import Ended, EngineRequest, Output, StepReport, StepTokens, is_urgent
 from components.live import Live
 from components.messages import (
     BLOCK_HASH_BYTES,
@@ -39,6 +40,8 @@ from components.ranks.team import Team
 from graph import Context, Message, Publishes, Stream
 
 _CANARY_PRIORITY = 1 << 30
+_MAX_YIELD_S = 0.002
+"""How long the engine holds back at most for what is urgent: a loop that is busy with more does not stop it."""
 _NO_PARENT = bytes(BLOCK_HASH_BYTES)
 
 
@@ -172,9 +175,18 @@ class Serving:
     # --- reports
 
     def _on_report(self, report: StepReport) -> None:
-        """Called on the engine's thread; the one hand-over per step. Without its loop the process is ending."""
-        if not self._context.loop.is_closed():
-            self._context.loop.call_soon_threadsafe(self._deliver, report)
+        """Called on the engine's thread; the one hand-over per step. Without its loop the process is ending.
+
+        The engine goes on to launch the next step, in Python all the way, and would keep the interpreter from the loop
+        for up to its switch interval of 5 ms. So it holds back until what is urgent has been sent.
+        """
+        if self._context.loop.is_closed():
+            return
+        self._context.loop.call_soon_threadsafe(self._deliver, report)
+        if any(map(is_urgent, report.outputs)):
+            sent = threading.Event()
+            self._context.loop.call_soon_threadsafe(self._context.loop.call_soon, sent.set)  # behind the outboxes
+            sent.wait(_MAX_YIELD_S)
 
     def _deliver(self, report: StepReport) -> None:
         for output in report.outputs:

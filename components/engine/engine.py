@@ -27,7 +27,8 @@ fails ends its sequences; a second one in a row ends the engine.
 A runner that overlaps gets step n + 1 while step n runs: the tokens that n is choosing are pending then,
 fed to n + 1 by the runner itself. A sequence that n turns out to end is computed once too often; what
 that writes into its blocks comes before any later step's writes, and `Reserved`, which lets a transfer
-write, is told only when the step that ran meanwhile is over.
+write, is told only when the step that ran meanwhile is over. A step of first tokens alone, behind which
+nobody waits, lands before the next one is launched.
 """
 
 from __future__ import annotations
@@ -191,19 +192,33 @@ class Engine:
             self._land_last()
             self._report()
             return False
-        if any(sequence.needs_tokens for sequence in self._book.queues.running):
+        if self._must_land_first:
             self._land_last()
         plan = schedule(self._book.queues, self._pool, self._limits)
         self._book.apply(plan)
         before, is_lending = self._airborne, any(a.phase is Phase.RESERVED for a in plan.admitted)
         if before is None or not is_lending:
-            self._report()
+            self._report(can_wait=self.runner.is_overlapping)
         self._airborne = self._launch(plan) if plan.work else None
         if before is not None:
             self._land(before)
         if not self.runner.is_overlapping:
             self._land_last()
+        elif before is None:
+            self._report()
         return bool(plan) or before is not None
+
+    @property
+    def _must_land_first(self) -> bool:
+        """Whether the step under way is to be over before the next is planned.
+
+        Either the next one needs its tokens, or they are first tokens, all of them, and nobody waits: these are worth
+        more than the device's gap while the next step is launched.
+        """
+        queues = self._book.queues
+        if any(sequence.needs_tokens for sequence in queues.running):
+            return True
+        return not queues.waiting and all(s.num_pending and not s.is_told for s in queues.running)
 
     def _launch(self, plan: Plan) -> _Airborne | None:
         """Starts the plan's work; a failure ends the sequences it concerns."""
@@ -261,8 +276,11 @@ class Engine:
         if self._num_failures >= _MAX_FAILURES_IN_A_ROW:
             self._failure = PeerFault(f"the engine gave up after {self._num_failures} failed steps: {fault.message}")
 
-    def _report(self, stats: StepStats | None = None) -> None:
+    def _report(self, stats: StepStats | None = None, *, can_wait: bool = False) -> None:
+        """Tells what there is to tell; a change of the load alone `can_wait` until a step has been launched."""
         outputs, events = self._book.take_outputs(), self._pool.take_events()
+        if can_wait and not outputs and not events:
+            return
         state = self._book.load(), self._pool.num_quarantined
         if outputs or events or stats is not None or state != self._told:
             self._told = state

@@ -99,6 +99,17 @@ class Ended(msgspec.Struct, frozen=True):
 Output = StepTokens | ChunkComputed | Matched | Reserved | Ended
 
 
+def is_urgent(output: Output) -> bool:
+    """Whether a request's first token waits for this, or is it."""
+    match output:
+        case StepTokens():
+            return output.cached_tokens is not None
+        case ChunkComputed():
+            return output.token is not None
+        case _:
+            return not isinstance(output, Ended)
+
+
 class StepStats(msgspec.Struct, frozen=True):
     """What one executed step did; the counters count from the engine's start."""
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from components import serving
 from components.engine.fake import fake_generate
 from components.engine.outputs import EngineRequest
-from components.engine.runner import Batch
+from components.engine.runner import Batch, Sampled
 from components.kv.hashing import chain_hashes, root_hash
 from components.messages import (
     BLOCK_HASH_BYTES,
@@ -199,6 +200,25 @@ def test_streams_carry_the_right_tokens_the_cached_count_and_the_timing() -> Non
         assert 0 <= timing.queue_ms <= timing.first_token_ms
         assert [len(c.logprobs[0].top_ids) for c in second if c.logprobs] == [2] * 5
         assert all(c.timing is None for c in [*first, *second[:-1]])
+
+    play(act)
+
+
+def test_the_first_token_has_left_before_the_next_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_MAX_YIELD_S", WAIT_S)
+
+    async def act(scene: Scene) -> None:
+        assert scene.worker._serving is not None
+        runner, traffic = scene.worker._serving.engine.runner, scene.context.links.traffic
+        execute, num_sent = runner.execute, list[int]()
+
+        def watched(batch: Batch) -> Sampled:
+            num_sent.append(traffic.num_sent)
+            return execute(batch)
+
+        monkeypatch.setattr(runner, "execute", watched)
+        await scene.chunks("a", 40)
+        assert num_sent[1] == num_sent[0] + 1
 
     play(act)
 

@@ -30,8 +30,9 @@ def measure(setting: Setting, streams: list[int], report: dict[str, Any]) -> Non
     setting.save()
     with serving(setting, "graph/agg.py", setting.of("worker")) as graph:
         report |= {"ready_s": graph.ready_s, "replicas": graph.status(), "streams": {}}
-        ttft_ms = _single_ttft_ms(setting, graph)
-        report |= {"ttft_ms": ttft_ms, "ttft_overhead_ms": ttft_ms - bare["ttft_ms"]}
+        parts_ms = _single_parts_ms(setting, graph)
+        ttft_ms = parts_ms["whole"]
+        report |= {"ttft_ms": ttft_ms, "ttft_overhead_ms": ttft_ms - bare["ttft_ms"], "ttft_parts_ms": parts_ms}
         setting.save()
         for count in streams:
             if not setting.is_over:
@@ -55,11 +56,26 @@ def _bare(options: dict[str, Any], streams: list[int]) -> dict[str, Any]:
     return found
 
 
-def _single_ttft_ms(setting: Setting, graph: Served) -> float:
-    """The median of one request after the other."""
+def _single_parts_ms(setting: Setting, graph: Served) -> dict[str, float]:
+    """Medians of one request after the other: the time to the first token and what it is made of."""
     _send(setting, graph, 1, 8, at_once=1, seed=1)
-    answers = _send(setting, graph, SINGLES, 8, at_once=1, seed=2)
-    return statistics.median(answer.ttft_s for answer in answers) * 1e3
+    parts = [_parts_ms(answer) for answer in _send(setting, graph, SINGLES, 8, at_once=1, seed=2)]
+    return {name: statistics.median(part[name] for part in parts) for name in parts[0]}
+
+
+def _parts_ms(answer: Answer) -> dict[str, float]:
+    """One answer's time to the first token by its walk; `worker` is from request to token on its event loop."""
+    assert answer.walk is not None
+    walk, whole = answer.walk["ms"], answer.ttft_s * 1e3
+    processor = walk["time_to_first_token"]  # from the end of tokenizing
+    return {
+        "whole": whole,
+        "client_and_ingress": whole - walk["tokenize"] - processor,
+        "tokenize": walk["tokenize"],
+        "place": walk["place"],
+        "to_worker_and_back": processor - walk["place"] - walk["worker_first_token"],
+        "worker": walk["worker_first_token"],
+    }
 
 
 def _streams(setting: Setting, graph: Served, count: int, bare: list[float]) -> dict[str, Any]:
@@ -95,7 +111,8 @@ def line(report: dict[str, Any]) -> str:
     """What the terminal shows."""
     lines = [
         f"ready after {report['ready_s']:.1f} s; one stream: TTFT {report['ttft_ms']:.1f} ms, "
-        f"bare engine {report['bare']['ttft_ms']:.1f} ms"
+        f"bare engine {report['bare']['ttft_ms']:.1f} ms, rested {report['bare']['rested_ttft_ms']:.1f} ms",
+        f"its parts in ms: {', '.join(f'{name} {ms:.2f}' for name, ms in report['ttft_parts_ms'].items())}",
     ]
     for count, found in report["streams"].items():
         lines.append(

@@ -28,13 +28,13 @@ class Watched(FakeRunner):
             num_blocks=num_blocks, block_size=4, speed=FakeEngine(step_ms=step_ms, token_ms=0), is_overlapping=True
         )
         self.under_way = 0
-        self.most_under_way = 0
+        self.under_way_at_launch: list[int] = []  # the launched one included
         self.fed: list[int] = []  # per step: inputs that were not known when it was launched
         self.failing_waits: set[int] = set()
 
     def launch(self, batch: Batch) -> Launched:
         self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.under_way_at_launch.append(self.under_way)
         assert batch.feeds is not None
         assert ((batch.input_ids >= 0) | (batch.feeds >= 0)).all(), "an input is neither known nor fed"
         self.fed.append(int((batch.feeds >= 0).sum()))
@@ -110,8 +110,34 @@ def test_steps_overlap_and_change_no_token() -> None:
     run(scene, requests)
     for id, prompt in requests.items():
         assert scene.tokens(id) == fake_generate(prompt, 12, GREEDY)
-    assert scene.runner.most_under_way == 2
+    assert max(scene.runner.under_way_at_launch) == 2
     assert sum(scene.runner.fed) > 0
+
+
+def test_a_first_token_does_not_wait_for_the_launch_of_the_next_step() -> None:
+    scene = Scene(Watched())
+    run(scene, {"a": [5] * 10}, max_tokens=4)
+    assert scene.runner.under_way_at_launch == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("lengths", [(40,), (10, 10)], ids=["own chunks", "another's prompt"])
+def test_steps_overlap_while_prompts_are_computed(lengths: tuple[int, ...]) -> None:
+    scene = Scene(Watched())
+    run(scene, {str(length + i): [300 + i] * length for i, length in enumerate(lengths)}, max_tokens=4)
+    assert scene.runner.under_way_at_launch[1] == 2
+
+
+def test_a_change_of_the_load_alone_is_told_behind_the_launch() -> None:
+    scene, under_way = Scene(Watched()), list[int]()
+    report = scene.engine._on_report
+
+    def note(report_: StepReport) -> None:
+        under_way.append(scene.runner.under_way)
+        report(report_)
+
+    scene.engine._on_report = note
+    run(scene, {"a": [5] * 10}, max_tokens=1)
+    assert under_way[0] == 1
 
 
 def test_a_stop_token_ends_a_sequence_that_the_next_step_has_already() -> None:
@@ -141,7 +167,7 @@ def test_penalties_wait_for_the_tokens_they_count() -> None:
     scene, sampling = Scene(Watched()), Sampling(temperature=0.0, frequency_penalty=0.5)
     run(scene, prompts(3), sampling)
     assert sum(scene.runner.fed) == 0
-    assert scene.runner.most_under_way == 1
+    assert max(scene.runner.under_way_at_launch) == 1
 
 
 def test_a_step_that_fails_takes_the_one_fed_by_it_along() -> None:
