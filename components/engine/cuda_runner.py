@@ -128,7 +128,7 @@ class CudaRunner:
         spare_slot = self._pool.num_blocks * self.layout.block_size
         head = pad(fields, size or count, spare_slot)
         sent = self._staging.send(np.concatenate((head, kept, *batch.block_tables)).astype(np.int32, copy=False))
-        kept_rows, blocks = sent[len(head) :].split((len(kept), len(sent) - len(head) - len(kept)))
+        kept_rows, blocks = sent[len(head) : len(head) + len(kept)], sent[len(head) + len(kept) :]
         given, fed, positions, slots = sent[: len(head)].view(FIELDS, -1)[:, :count]
         step = self._attention.plan_chunks(self._tables(batch, blocks), slots)
         if self._chunk_graphs is not None and size is not None:

@@ -18,7 +18,7 @@ from components.engine.attention import PagedStep
 from components.engine.decode_attention import DecodeAttention, DecodeTables, Heads
 from components.engine.fuse import FoldedRotary, FusedLayer, RMSNorm
 from components.engine.layer_kernels import rms_norm, rotary_write, row_scales, silu_mul
-from components.engine.single_row import single_row
+from components.engine.single_row_kernels import single_row
 
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the sequence's length
 

@@ -60,11 +60,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @triton.jit
 def rotated(
-    row, scale, bias, factors, cos, sin, norm_eps, dims, DIM: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr
+    row, scale, bias, factors, angles, norm_eps, dims, DIM: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr
 ):
     """Heads of a token, scaled, biased, normed and rotated. `row` and `bias` point to the heads' first values.
 
-    `dims` are places within a head as the last axis of `row`; `cos` and `sin` point to the position's tables.
+    `dims` are places within a head as the last axis of `row`; `angles` point to the position's cosines and sines.
     """
     half: tl.constexpr = DIM // 2
     partners = (dims + half) % DIM
@@ -77,8 +77,8 @@ def rotated(
         factor = 1.0 / tl.sqrt(tl.sum(own * own, axis=-1, keep_dims=True) / DIM + norm_eps)
         own = own * factor * tl.load(factors + dims).to(tl.float32)
         other = other * factor * tl.load(factors + partners).to(tl.float32)
-    turn = tl.load(sin + dims % half)
-    return own * tl.load(cos + dims % half) + other * tl.where(dims < half, -turn, turn)
+    turn = tl.load(angles[1] + dims % half)
+    return own * tl.load(angles[0] + dims % half) + other * tl.where(dims < half, -turn, turn)
 
 
 @triton.jit
@@ -104,9 +104,9 @@ def _rotary_write_kernel(
     row = qkv + (token * total + heads) * DIM
     scale = tl.load(scales + token)
     position = tl.load(positions + token).to(tl.int64)
-    tables = (cos + position * (DIM // 2), sin + position * (DIM // 2))
+    angles = (cos + position * (DIM // 2), sin + position * (DIM // 2))
     factors = tl.where(heads < Q_HEADS, q_norm, k_norm)
-    turned = rotated(row, scale, bias + heads * DIM, factors, tables[0], tables[1], norm_eps, dims, DIM, BIAS, NORM)
+    turned = rotated(row, scale, bias + heads * DIM, factors, angles, norm_eps, dims, DIM, BIAS, NORM)
     plain = scaled(row, scale, bias + heads * DIM, dims, BIAS)
     values = tl.where(heads >= Q_HEADS + KV_HEADS, plain, turned)
     is_query = (heads < Q_HEADS) & (dims < DIM)

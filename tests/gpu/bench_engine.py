@@ -144,7 +144,8 @@ def run_row(bench: Bench, row: tuple[Any, ...], ceilings: dict[str, float], roun
     ratio = None if peer is None else (peer / 1e3 / total_s if name == "prefill" else rate / peer)
     return {
         "row": name, "sequences": count, "in": tokens_in, "out": tokens_out, "tokens_per_s": rate, "ms": took_s * 1e3,
-        "prompts_ms": prompts_s * 1e3, "floor_ms": least_s * 1e3, "share": least_s / took_s if took_s else None, "of_vllm": ratio,
+        "prompts_ms": prompts_s * 1e3, "floor_ms": least_s * 1e3, "share": least_s / took_s if took_s else None,
+        "of_vllm": ratio,
     }  # fmt: skip
 
 
