@@ -192,8 +192,9 @@ class Engine:
             self._land_last()
             self._report()
             return False
-        if self._must_land_first:
+        if self._airborne is not None and self._must_land_first:
             self._land_last()
+            return True  # whoever has come meanwhile is in the next plan
         plan = schedule(self._book.queues, self._pool, self._limits)
         self._book.apply(plan)
         before, is_lending = self._airborne, any(a.phase is Phase.RESERVED for a in plan.admitted)

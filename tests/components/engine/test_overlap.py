@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -30,7 +31,9 @@ class Watched(FakeRunner):
         self.under_way = 0
         self.under_way_at_launch: list[int] = []  # the launched one included
         self.fed: list[int] = []  # per step: inputs that were not known when it was launched
+        self.num_sequences: list[int] = []  # per step
         self.failing_waits: set[int] = set()
+        self.meanwhile: dict[int, Callable[[], None]] = {}  # by step: what happens while it is waited for
 
     def launch(self, batch: Batch) -> Launched:
         self.under_way += 1
@@ -38,6 +41,7 @@ class Watched(FakeRunner):
         assert batch.feeds is not None
         assert ((batch.input_ids >= 0) | (batch.feeds >= 0)).all(), "an input is neither known nor fed"
         self.fed.append(int((batch.feeds >= 0).sum()))
+        self.num_sequences.append(batch.num_sequences)
         return _Step(self, super().launch(batch), len(self.fed))
 
 
@@ -46,6 +50,7 @@ class _Step:
         self._runner, self._step, self._number = runner, step, number
 
     def wait(self) -> Sampled:
+        self._runner.meanwhile.get(self._number, lambda: None)()
         sampled = self._step.wait()
         self._runner.under_way -= 1
         if self._number in self._runner.failing_waits:
@@ -118,6 +123,16 @@ def test_a_first_token_does_not_wait_for_the_launch_of_the_next_step() -> None:
     scene = Scene(Watched())
     run(scene, {"a": [5] * 10}, max_tokens=4)
     assert scene.runner.under_way_at_launch == [1, 1, 2, 2]
+
+
+def test_who_comes_while_a_first_token_is_computed_is_in_the_next_step() -> None:
+    scene = Scene(Watched())
+    scene.runner.meanwhile[1] = lambda: scene.submit("b", [6] * 5)
+    scene.submit("a", [5] * 5)
+    scene.engine.start()
+    scene.until_ended("a", "b")
+    scene.engine.stop()
+    assert scene.runner.num_sequences[:2] == [1, 2]
 
 
 @pytest.mark.parametrize("lengths", [(40,), (10, 10)], ids=["own chunks", "another's prompt"])
