@@ -24,8 +24,10 @@ _HEAD_DIMS = (64, 128, 256)
 _Key = tuple[float, int | None, float | None]
 
 
-def obstacle(dtype: torch.dtype, head_dim: int) -> str | None:
+def obstacle(dtype: torch.dtype, head_dim: int, *, has_sinks: bool = False) -> str | None:
     """Why FlashInfer cannot serve this model here; None if it can."""
+    if has_sinks:
+        return "the model's attention has sinks"
     for package in ("flashinfer", "triton"):
         if find_spec(package) is None:
             return f"{package} is not installed (headrace[cuda])"

@@ -140,7 +140,10 @@ def make_torch_runner(
         from components.engine.flash import obstacle
 
         dtype = getattr(torch, loaded.layout.dtype)
-        reason = "it is asked for" if options.attention == "sdpa" else obstacle(dtype, loaded.layout.head_dim)
+        has_sinks = any(name.endswith(".sinks") for name, _ in loaded.model.named_parameters())
+        reason = obstacle(dtype, loaded.layout.head_dim, has_sinks=has_sinks)
+        if options.attention == "sdpa":
+            reason = "it is asked for"
         if place is not None:
             reason = "ranks run step by step"
         if reason is None:

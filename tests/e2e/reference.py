@@ -31,17 +31,19 @@ class Expected(msgspec.Struct, frozen=True):
         return None if gap < NEAR_TIE else f"after {agree} tokens (gap {gap:.4f}): {text!r}, not {self.texts[-1]!r}"
 
 
-def greedy_reference(prompts: Iterable[Prompt], model_name: str = "smollm2-135m-instruct") -> list[Expected]:
+def greedy_reference(
+    prompts: Iterable[Prompt], model_name: str = "smollm2-135m-instruct", *, device: str = "cpu"
+) -> list[Expected]:
     """Runs each prompt alone; end-of-sequence tokens do not stop it."""
     torch.set_num_threads(1)  # more threads spin while they wait for each other, which starves the graphs under test
     folder = resolve_model(model_name)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     found = []
     for prompt in prompts:
         output = model.generate(
-            torch.tensor([prompt.ids]),
-            attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.long),
+            torch.tensor([prompt.ids], device=device),
+            attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.long, device=device),
             max_new_tokens=prompt.num_outputs,
             do_sample=False,
             eos_token_id=None,

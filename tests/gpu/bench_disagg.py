@@ -6,9 +6,10 @@
     equal     one or two the disagg graph's tokens beside the agg graph's; hand-over times; `--pair 2,1` for ranks
     rates     two        prefill + decode beside two aggregated workers at rising arrival rates: TTFT, ITL, goodput
     routing   two        KV-aware placement beside round robin over shared prefixes
+    model     one or two the default model's real weights through both graphs beside transformers
 
-Random weights (`load_format=dummy`) of a shape in `models.py`; `--set NODE.OPTION=V` is handed on. Results are
-written after each step. `--device cpu --shape tiny` tries everything without a GPU.
+Random weights (`load_format=dummy`) of a shape in `models.py`, but for `model`; `--set NODE.OPTION=V` is handed on.
+Results are written after each step. `--device cpu --shape tiny` tries everything without a GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ from pathlib import Path
 from typing import Any
 
 import part_equal
+import part_model
 import part_rates
 import part_routing
 import part_served
 from models import SHAPES, write_model
 from served import Setting
 
-PARTS = {"served": part_served, "equal": part_equal, "rates": part_rates, "routing": part_routing}
+from components.model_cache import resolve_model
+from components.options import DEFAULT_MODEL
+
+PARTS = {
+    "served": part_served, "equal": part_equal, "rates": part_rates, "routing": part_routing, "model": part_model,
+}  # fmt: skip
 
 
 def run_part(setting: Setting, args: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -40,9 +47,9 @@ def run_part(setting: Setting, args: argparse.Namespace, report: dict[str, Any])
     if args.part == "served":
         part_served.measure(setting, [int(count) for count in args.streams.split(",")], report)
     elif args.part == "equal":
-        prefill_tp, decode_tp = map(int, args.pair.split(","))
-        pair = part_equal.Pair(prefill_tp, decode_tp, args.gpus)
-        part_equal.measure(setting, pair, args.chunk, report)
+        part_equal.measure(setting, _pair(args), args.chunk, report)
+    elif args.part == "model":
+        part_model.measure(setting, _pair(args), args.chunk, args.dtypes.split(","), report)
     elif args.part == "rates":
         shapes = [part_rates.Shape.parse(text) for text in args.rates.split(";")]
         names = args.graphs.split(",")
@@ -50,6 +57,11 @@ def run_part(setting: Setting, args: argparse.Namespace, report: dict[str, Any])
     else:
         workloads = [part_routing.Workload(int(tokens)) for tokens in args.documents.split(",")]
         part_routing.measure(setting, workloads, args.gpus, report)
+
+
+def _pair(args: argparse.Namespace) -> part_equal.Pair:
+    prefill_tp, decode_tp = map(int, args.pair.split(","))
+    return part_equal.Pair(prefill_tp, decode_tp, args.gpus)
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +91,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--streams", default="64,256")
     parser.add_argument("--pair", default="1,1", help="ranks of prefill and decode")
     parser.add_argument("--max-len", type=int, default=32_768, help="longest sequence")
-    parser.add_argument("--chunk", type=int, default=2_048, help="tokens of a step in `equal`")
+    parser.add_argument("--chunk", type=int, default=2_048, help="tokens of a step in `equal` and `model`")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="what `model` serves: another place of its folder")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="of `model`")
     parser.add_argument("--graphs", default="agg,disagg")
     parser.add_argument("--rates", default="4000/200:1,4,7,10,13;1000/500:4,12,20,28")
     parser.add_argument("--window", type=float, default=20.0, help="seconds in which requests arrive")
@@ -102,9 +116,10 @@ def main() -> int:
             args.out.write_text(json.dumps(report, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
+        is_real = args.part == "model"
         setting = Setting(
             device=args.device,
-            model=write_model(Path(folder) / args.shape, args.shape),
+            model=resolve_model(args.model) if is_real else write_model(Path(folder) / args.shape, args.shape),
             vocab_size=SHAPES[args.shape]["vocab_size"],
             max_len=args.max_len,
             processors=args.processors,

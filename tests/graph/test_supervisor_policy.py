@@ -167,7 +167,7 @@ def test_two_replicas_of_two_ranks_share_two_gpus() -> None:
 
     assert pool.take("prefill/0", 0.5, ranks=2) == ("3", "5")
     assert pool.take("decode/0", 0.5, ranks=2) == ("3", "5")
-    with pytest.raises(LaunchError, match=r"0\.5 GPUs for each of 2 ranks"):
+    with pytest.raises(LaunchError, match="GPUs for each of 2 ranks"):
         pool.take("decode/1", 0.5, ranks=2)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from components.engine.attention import Shape, _attend, _attend_last_apart, _attend_plainly
+from components.engine.flash import obstacle
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -26,3 +27,7 @@ def test_the_last_query_apart_is_the_same(num_queries: int, window: int | None) 
     together = _attend(*call)
     torch.testing.assert_close(_attend_last_apart(*call), together)
     torch.testing.assert_close(_attend_plainly(*call), together)
+
+
+def test_flashinfer_is_not_taken_for_models_with_sinks() -> None:
+    assert obstacle(torch.bfloat16, 64, has_sinks=True) == "the model's attention has sinks"
