@@ -1,9 +1,10 @@
 """Whole decoders of the Llama shape for CUDA: the joined projections of `fuse.py` and Triton kernels between them.
 
 The norms' weights are multiplied into the products behind them, what is left of a norm is a factor for each row,
-and the residual is added by the product before. So a layer's decode step is six kernels: q/k/v product, attention
-with rotary and the KV write, output product, gate/up product, SiLU times up, down product; one sequence alone takes
-five, all products in Triton. Chunks take three more for the factors and the rotary.
+and the residual is added by the product before. So a layer's decode step is five kernels: q/k/v product, attention with
+rotary and the KV write, output product, gate/up product with the activation, down product. One sequence alone has
+all products in Triton, many sequences the activation in a kernel of its own; chunks take three more for that, the
+factors and the rotary.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from components.engine.attention import PagedStep
 from components.engine.decode_attention import DecodeAttention, DecodeTables, Heads
 from components.engine.fuse import FoldedRotary, FusedLayer, RMSNorm
+from components.engine.gated_kernels import gated, takes
 from components.engine.layer_kernels import rms_norm, rotary_write, row_scales, silu_mul
 from components.engine.single_row_kernels import single_row
 
@@ -71,8 +73,7 @@ class CudaDecoder:
         joined = torch.mm(residual, qkv.weight.t())
         attended = self._attention.attend(joined, qkv.bias, layer.index, heads, step, source=residual, eps=eps)
         _add_product(residual, attended, layer.o)
-        joined = torch.mm(residual, gate_up.weight.t())
-        _add_product(residual, silu_mul(joined, residual, gate_up.bias, layer.mlp_norm.eps), layer.down)
+        _add_product(residual, _gated(residual, gate_up, layer.mlp_norm.eps), layer.down)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, step: PagedStep) -> torch.Tensor:
         """Hidden states before the last norm, (tokens, size), of any step; keys and values go into `slots`."""
@@ -145,6 +146,13 @@ def _add_product(residual: torch.Tensor, x: torch.Tensor, linear: torch.nn.Linea
     if linear.bias is not None:
         residual.add_(linear.bias)
     residual.addmm_(x, linear.weight.t())
+
+
+def _gated(residual: torch.Tensor, gate_up: torch.nn.Linear, eps: float) -> torch.Tensor:
+    """silu(gate) * up of the normed residual."""
+    if takes(len(residual), gate_up.weight):
+        return gated(residual, gate_up.weight, gate_up.bias, eps)
+    return silu_mul(torch.mm(residual, gate_up.weight.t()), residual, gate_up.bias, eps)
 
 
 def _heads(layer: FusedLayer) -> Heads:

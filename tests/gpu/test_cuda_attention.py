@@ -172,13 +172,13 @@ def test_attention_is_right_for_every_cut(device: torch.device, dtype: torch.dty
 
 
 @pytest.mark.xfail(reason="torch reads behind the mask (pytorch/pytorch#191937)", strict=False)
-@pytest.mark.parametrize("num_queries", [33, 65, 129, 513])
+@pytest.mark.parametrize("num_queries", [65, 129, 513])
 @torch.inference_mode()
 def test_torch_needs_no_help(device: torch.device, num_queries: int) -> None:
-    """Passes where `_attend_last_apart` has become unnecessary."""
-    scale = SCALES["cuda"]
-    call = make_call(scale, num_queries, num_queries + 40, 64, dtype=torch.float32, device=device)
-    assert not call.through_torch().isnan().any(), call.backend()
+    """Passes where `_attend_last_apart` has become unnecessary, as it always is on the CPU."""
+    call = make_call(SCALES["cuda"], num_queries, num_queries + 40, 64, dtype=torch.float32, device=device)
+    error = call.through_torch() - attention._attend_plainly(*call.arguments)
+    assert float(error.abs().nan_to_num(nan=1e9).max()) < TOLERANCE[torch.float32], call.backend()
 
 
 # --- a whole runner
