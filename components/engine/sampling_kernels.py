@@ -23,7 +23,7 @@ from components.engine.sampling_math import (
     SETTINGS,
     exact_weights,
     gumbel64,
-    is_passed,
+    least_passed,
     load_settings,
     scale,
 )
@@ -46,8 +46,8 @@ def _score_kernel(
     numbers = part * (PART // BUCKET) + tl.arange(0, PART // BUCKET)
     at = numbers[:, None] * BUCKET + tl.arange(0, BUCKET)[None, :]
     values, weights = exact_weights(row, at, vocab_size, best, temperature, lowest)
-    weights = tl.where(is_passed(values, tl.load(floors + index), IS_WIDE), weights, 0.0)
-    sums = tl.sum(weights.to(tl.float64), axis=1)
+    weights = tl.where(values >= least_passed(tl.load(floors + index), IS_WIDE), weights, 0.0)
+    sums = tl.sum(weights, axis=1).to(tl.float64)
     noise = gumbel64(tl.load(settings + index * SETTINGS), numbers)
     score = tl.where(sums > 0, tl.log(sums) + noise, float("-inf"))
     kept = index * tl.num_programs(1) + part
@@ -69,7 +69,7 @@ def _join_kernel(
     bucket = tl.load(buckets + index * PARTS + tl.argmax(score, axis=0))
     at = bucket * BUCKET + tl.arange(0, BUCKET)
     values, weights = exact_weights(row, at, vocab_size, best, temperature, lowest)
-    is_in = is_passed(values, tl.load(floors + index), IS_WIDE) & (weights > 0)
+    is_in = (values >= least_passed(tl.load(floors + index), IS_WIDE)) & (weights > 0)
     noise = gumbel64(tl.load(settings + index * SETTINGS + 1), tl.arange(0, BUCKET))
     inside = tl.where(is_in, scale(values, best, temperature).to(tl.float64) + noise, float("-inf"))
     tl.store(tokens + place, (bucket * BUCKET + tl.argmax(inside, axis=0)).to(tl.int64))
@@ -125,7 +125,7 @@ def draw(logits: torch.Tensor, settings: torch.Tensor, tokens: torch.Tensor, spa
         written = (space.counts, space.floors)
         floor_kernel[(count,)](*given, *found, *written, vocab_size, **sizes, CHUNK=_CHUNK, num_warps=16)
     scored = (space.floors, space.scores, space.buckets)
-    _score_kernel[(count, parts)](*given, *scored, vocab_size, PART=part, IS_WIDE=is_wide, num_warps=8)
+    _score_kernel[(count, parts)](*given, *scored, vocab_size, PART=part, IS_WIDE=is_wide, num_warps=2)
     _join_kernel[(count,)](*given, *scored, vocab_size, **sizes, IS_WIDE=is_wide, num_warps=2)
 
 

@@ -31,16 +31,19 @@ def order16(values):
 
 
 @triton.jit
-def is_passed(values, floor, IS_WIDE: tl.constexpr):
-    """Whether logits are at or above a floor, which is an `order32` if they are float32, an `order16` otherwise."""
-    return order32(values) >= floor if IS_WIDE else order16(values) >= floor.to(tl.int32)
-
-
-@triton.jit
 def value16(orders):
     """The bfloat16 of an order, as float32."""
     upper = tl.where(orders >= 32768, orders ^ 32768, orders ^ 65535)
     return (upper << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def least_passed(floor, IS_WIDE: tl.constexpr):
+    """The least logit of a floor, which is an `order32` if logits are float32, an `order16` otherwise; may be -inf."""
+    order = floor if IS_WIDE else (floor << 16) | 65535
+    bits = (order ^ tl.where(order >= 1 << 31, 1 << 31, (1 << 32) - 1)).to(tl.uint32)
+    value = (bits if IS_WIDE else bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(order <= 0x7FFFFF, float("-inf"), value)  # that of -inf; what is below belongs to no number
 
 
 @triton.jit
@@ -60,8 +63,15 @@ def gumbel64(key, places):
 
 @triton.jit
 def scale(values, best, temperature):
-    """The logits as `sampling.py` scales them: the best is 0."""
-    scaled = tl.maximum(tl.div_rn(values - best, temperature), -1e30)
+    """The logits as `sampling.py` scales them: the best is 0.
+
+    The quotient is corrected by its remainder, which makes it that of a division, at a third of the cost.
+    """
+    inverse = tl.div_rn(1.0, temperature)
+    lower = values - best
+    quotient = lower * inverse
+    exact = tl.fma(tl.fma(-quotient, temperature, lower), inverse, quotient)
+    scaled = tl.maximum(tl.where(tl.abs(exact) < float("inf"), exact, quotient), -1e30)
     return tl.where(values == float("-inf"), float("-inf"), scaled)
 
 
