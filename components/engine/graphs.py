@@ -19,6 +19,7 @@ from components.engine.runner import Batch
 from components.engine.sampling_kernels import argmax
 from components.engine.staging import Staging
 
+
 class DecodeGraphs:
     """All captured batch sizes of one decoder."""
 
@@ -85,7 +86,8 @@ def _idle_batch(size: int, block: int, block_size: int) -> Batch:
         positions=np.zeros(size, np.int32),
         cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
         seq_lens=np.ones(size, np.int32),
-        block_tables=tuple(np.array([block], np.int32) for _ in range(size)),
+        blocks=np.full(size, block, np.int32),
+        cu_blocks=np.arange(size + 1, dtype=np.int32),
         slot_mapping=np.full(size, block * block_size, np.int64),
         samples=(),
     )

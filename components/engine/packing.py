@@ -26,12 +26,9 @@ def packed_size(max_batch: int, num_blocks: int) -> int:
 def pack(batch: Batch, bucket: int, max_batch: int, *, block_size: int, spare_block: int) -> Ints:
     """The numbers of a decode step as the graphs read them."""
     count = batch.num_sequences
-    sizes = np.ones(bucket, np.int32)
-    sizes[:count] = [len(table) for table in batch.block_tables]
-    cu_blocks = np.zeros(bucket + 1, np.int32)
-    np.cumsum(sizes, out=cu_blocks[1:])
+    num_blocks, num_spare = len(batch.blocks), bucket - count
     head = FIELDS * max_batch
-    values = np.zeros(packed_size(max_batch, int(cu_blocks[-1])), np.int32)
+    values = np.zeros(packed_size(max_batch, num_blocks + num_spare), np.int32)
     fields = values[:head].reshape(FIELDS, max_batch)
     fields[1], fields[3] = -1, spare_block * block_size
     fields[0, :count] = batch.input_ids
@@ -39,10 +36,10 @@ def pack(batch: Batch, bucket: int, max_batch: int, *, block_size: int, spare_bl
         fields[1, :count] = batch.feeds
     fields[2, :count] = batch.positions
     fields[3, :count] = batch.slot_mapping
-    values[head : head + bucket + 1] = cu_blocks
-    blocks = values[head + max_batch + 1 :]
-    np.concatenate(batch.block_tables, out=blocks[: cu_blocks[count]])
-    blocks[cu_blocks[count] :] = spare_block
+    cu_blocks, blocks = values[head : head + bucket + 1], values[head + max_batch + 1 :]
+    cu_blocks[: count + 1] = batch.cu_blocks
+    cu_blocks[count + 1 :] = np.arange(num_blocks + 1, num_blocks + num_spare + 1)
+    blocks[:num_blocks], blocks[num_blocks:] = batch.blocks, spare_block
     return values
 
 
@@ -50,4 +47,4 @@ def is_packable(batch: Batch, max_batch: int, capacity: int) -> bool:
     """Whether the batch is a decode step, one token for each sequence, each choosing the next, that fits."""
     count = batch.num_sequences
     is_decode = len(batch.input_ids) == count == len(batch.samples) and count <= max_batch
-    return is_decode and packed_size(max_batch, sum(map(len, batch.block_tables)) + max_batch) <= capacity
+    return is_decode and packed_size(max_batch, len(batch.blocks) + max_batch) <= capacity

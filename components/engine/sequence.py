@@ -53,9 +53,11 @@ class Ids:
         return int(self._data[index if index >= 0 else self.size + index])
 
     def append(self, id: int) -> None:
-        self._grow(self.size + 1)
-        self._data[self.size] = id
-        self.size += 1
+        size = self.size
+        if size == len(self._data):
+            self._grow(size + 1)
+        self._data[size] = id
+        self.size = size + 1
 
     def __setitem__(self, index: int, id: int) -> None:
         self._data[index] = id
@@ -85,8 +87,10 @@ class Ids:
 class Sequence:
     """One sequence to compute. `blocks` cover at least the tokens computed so far."""
 
-    def __init__(self, request: EngineRequest, *, arrival: int, block_size: int, hash_unit: int | None) -> None:
-        """`hash_unit` None leaves the sequence out of the prefix cache."""
+    def __init__(
+        self, request: EngineRequest, *, arrival: int, block_size: int, hash_unit: int | None, max_length: int
+    ) -> None:
+        """`hash_unit` None leaves the sequence out of the prefix cache. No sequence grows beyond `max_length`."""
         self.id = request.id
         self.block_size = block_size
         self.request = request
@@ -95,14 +99,14 @@ class Sequence:
         self.wants_match = request.mode == "remote"  # until its owner decided to compute locally
         self.tokens = Ids(request.tokens)
         self.num_prompt_tokens = request.num_prompt_tokens
+        self.max_length = min(max_length, _wanted_length(request))  # with so many tokens it ends, whatever they are
         self.num_computed = 0
         self.blocks = Ids()
         self.num_entered = 0  # leading blocks that were matched in or entered into the cache
         self.num_lent = 0  # trailing blocks lent to a transfer
         self.cached_tokens: int | None = None  # set once, by the first match
         self.num_pending = 0  # trailing tokens that a launched step is choosing; `tokens` has `PENDING` in their place
-        self.feed = -1  # the last pending token's place among the samples of the step launched last
-        self.is_complete = False  # whether the pending token is certainly the last one
+        self.feed = -1  # the last pending token's place among the samples of the step launched last; -1: none pends
         self.needs_tokens = _has_penalties(request.sampling)  # whether a step needs to know the tokens before it
         self.is_told = False  # whether any token was reported
         self.arrived_s = 0.0
@@ -144,8 +148,15 @@ class Sequence:
 
     def num_blocks_missing(self, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` tokens can be held."""
-        missing = self.num_blocks_for(num_tokens) - self.blocks.size
+        missing = -(-num_tokens // self.block_size) - self.blocks.size
         return missing if missing > 0 else 0
+
+    def take(self, token: int, place: int) -> None:
+        """Puts a token that was pending in its place."""
+        self.tokens[place] = token
+        self.num_pending -= 1
+        if not self.num_pending:
+            self.feed = -1
 
     def prefix_keys(self) -> list[bytes]:
         """Cache keys of the full blocks that may be matched: at least one token is left to compute."""
@@ -180,6 +191,12 @@ class Sequence:
         parent = self._units[-1] if self._units else self._root
         tokens = self.tokens.view(done, len(self.tokens) - self.num_pending).astype("<i4").tobytes()
         self._units += chain_hashes(tokens, self._hash_unit, parent=parent)
+
+
+def _wanted_length(request: EngineRequest) -> int:
+    if request.mode == "prefill":
+        return len(request.tokens) + 1
+    return request.num_prompt_tokens + request.stopping.max_tokens
 
 
 def _has_penalties(sampling: Sampling) -> bool:

@@ -127,7 +127,7 @@ class Bench:
                     stopping=Stopping(max_tokens=num_steps + 2 * WARM_UP, stop_token_ids=(2, 3)),
                 )
             )
-        left, seen, before_s = count, [], 0.0
+        left, seen = count, []
         while left:
             at_s, cpu_s, report = self._reports.get(timeout=120)
             if report.stats and report.stats.num_sequences == report.stats.num_tokens == count:
