@@ -66,12 +66,14 @@ def _slots(blocks: Ints, firsts: Ints, positions: Ints, block_size: int) -> npt.
 
 def _sample_row(row: int, work: Work) -> SampleRow:
     sequence, position = work.sequence, work.stop
+    if sequence.is_plain:  # nearly all are
+        return SampleRow(row, sequence.sampling, position, _NOTHING, _NOTHING, (), True)
     boundary, stopping = sequence.num_prompt_tokens, sequence.request.stopping
     return SampleRow(
         row,
-        sequence.request.sampling,
+        sequence.sampling,
         position,
-        sequence.tokens.view(0, boundary) if sequence.needs_tokens else _NOTHING,
-        sequence.tokens.view(boundary) if sequence.needs_tokens else _NOTHING,
-        stopping.stop_token_ids if position < boundary + stopping.min_tokens else (),
+        prompt=sequence.tokens.view(0, boundary) if sequence.needs_tokens else _NOTHING,
+        output=sequence.tokens.view(boundary) if sequence.needs_tokens else _NOTHING,
+        banned=stopping.stop_token_ids if position < boundary + stopping.min_tokens else (),
     )

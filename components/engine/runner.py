@@ -23,7 +23,7 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
 
     `position` is the chosen token's place in its sequence: with `sampling.seed` it keys the
     generator. `prompt` and `output` are the tokens so far, empty where no penalty needs them.
-    `banned` may not be chosen.
+    `banned` may not be chosen. Where `is_plain`, no ban, bias or penalty changes the logits.
     """
 
     row: int
@@ -32,6 +32,7 @@ class SampleRow(msgspec.Struct, frozen=True, gc=False):
     prompt: Ints
     output: Ints
     banned: tuple[int, ...] = ()
+    is_plain: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True):

@@ -107,7 +107,7 @@ class _Draft:
             length = sequence.tokens.size
             if not sequence.is_decoding:
                 self._computing.append(sequence)
-            elif length < sequence.max_length and sequence not in self.preempted:
+            elif length < sequence.max_length and not (self.preempted and sequence in self.preempted):
                 missing = sequence.num_blocks_missing(length)
                 if not missing or self._make_room(missing, sequence):
                     self._free -= missing
@@ -198,9 +198,11 @@ class _Draft:
         return sum(1 for block in cached if not self._pool.references(block) and block not in self._pinned)
 
     def _add_work(self, sequence: Sequence, start: int, stop: int, num_blocks: int = 0) -> None:
-        stop = min(stop, start + self._budget)
+        budget = self._budget
+        if stop - start > budget:
+            stop = start + budget
         if stop > start:
-            self._budget -= stop - start
+            self._budget = budget - (stop - start)
             self.work.append(Work(sequence, start, stop, num_blocks, stop == sequence.tokens.size))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:

@@ -107,7 +107,9 @@ class Sequence:
         self.cached_tokens: int | None = None  # set once, by the first match
         self.num_pending = 0  # trailing tokens that a launched step is choosing; `tokens` has `PENDING` in their place
         self.feed = -1  # the last pending token's place among the samples of the step launched last; -1: none pends
+        self.sampling = request.sampling
         self.needs_tokens = _has_penalties(request.sampling)  # whether a step needs to know the tokens before it
+        self.is_plain = not (self.needs_tokens or request.sampling.logit_bias or request.stopping.min_tokens)
         self.is_told = False  # whether any token was reported
         self.arrived_s = 0.0
         self.queue_ms = 0.0
