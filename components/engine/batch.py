@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import numpy.typing as npt
 
 from components.engine.runner import Batch, Ints, SampleRow
 from components.engine.scheduler import Work
-from components.engine.sequence import PENDING
 
 _NOTHING: Ints = np.empty(0, np.int32)
 
 
 def assemble(work: tuple[Work, ...]) -> Batch:
-    """The flattened batch of `work`; called after its blocks are allocated. Sample rows hold views."""
+    """The flattened batch of `work`; called after its blocks are allocated. All in it is its own."""
     block_size = work[0].sequence.block_size
     starts = np.array([part.start for part in work], np.int32)
     stops = np.array([part.stop for part in work], np.int32)
     counts = stops - starts
     cu_seqlens = cumulated(counts)
     positions = np.repeat(starts - cu_seqlens[:-1], counts) + np.arange(cu_seqlens[-1], dtype=np.int32)
-    input_ids, feeds = _inputs(work, cu_seqlens)
+    feeds = np.full(cu_seqlens[-1], -1, np.int32)
+    feeds[cu_seqlens[1:] - 1] = [part.sequence.feed for part in work]  # what pends is its sequence's last token
     num_blocks = -(-stops // block_size)
     cu_blocks = cumulated(num_blocks)
-    tables = [part.sequence.blocks.view(0, n) for part, n in zip(work, num_blocks.tolist(), strict=True)]
-    blocks: Ints = np.concatenate(tables)
+    blocks = _joined([part.sequence.blocks[:n] for part, n in zip(work, num_blocks.tolist(), strict=True)])
     return Batch(
-        input_ids=input_ids,
+        input_ids=_joined([part.sequence.tokens[part.start : part.stop] for part in work]),
         positions=positions,
         cu_seqlens_q=cu_seqlens,
         seq_lens=stops,
@@ -45,16 +46,9 @@ def cumulated(counts: Ints) -> Ints:
     return places
 
 
-def _inputs(work: tuple[Work, ...], cu_seqlens: Ints) -> tuple[Ints, Ints]:
-    """The new tokens, and by whom those are fed that nobody knows yet: see `Batch.feeds`."""
-    by_sequence = np.array([part.sequence.feed for part in work], np.int32)
-    input_ids = np.full(cu_seqlens[-1], PENDING, np.int32)
-    feeds = np.full(cu_seqlens[-1], -1, np.int32)
-    feeds[cu_seqlens[1:] - 1] = by_sequence  # what pends is the last token of its sequence, and alone in the step
-    for place in np.flatnonzero(by_sequence < 0).tolist():
-        part = work[place]
-        input_ids[cu_seqlens[place] : cu_seqlens[place + 1]] = part.sequence.tokens.view(part.start, part.stop)
-    return input_ids, feeds
+def _joined(pieces: list[array[int]]) -> Ints:
+    """Ids one after another."""
+    return np.frombuffer(bytearray().join(pieces), np.int32)
 
 
 def _slots(blocks: Ints, firsts: Ints, positions: Ints, block_size: int) -> npt.NDArray[np.int64]:
@@ -73,7 +67,7 @@ def _sample_row(row: int, work: Work) -> SampleRow:
         row,
         sequence.sampling,
         position,
-        prompt=sequence.tokens.view(0, boundary) if sequence.needs_tokens else _NOTHING,
-        output=sequence.tokens.view(boundary) if sequence.needs_tokens else _NOTHING,
+        prompt=_joined([sequence.tokens[:boundary]]) if sequence.needs_tokens else _NOTHING,
+        output=_joined([sequence.tokens[boundary:]]) if sequence.needs_tokens else _NOTHING,
         banned=stopping.stop_token_ids if position < boundary + stopping.min_tokens else (),
     )

@@ -180,7 +180,7 @@ class Book:
                 sequence.take(token, stop)
             if sequence.num_computed >= stop and sequence.has_final_blocks(stop):  # else it was preempted meanwhile
                 self._enter_final_blocks(sequence, stop)
-            if sequence.request.mode == "prefill":
+            if sequence.is_prefill:
                 self._book_chunk(sequence, stop, token, logprobs)
             elif token is not None:
                 self._tell(sequence, stop + 1, token, logprobs)
@@ -222,7 +222,7 @@ class Book:
                 self._outputs.append(Matched(sequence.id, sequence.num_computed))
             case Phase.RESERVED:
                 sequence.num_lent = admission.num_blocks
-                lent = sequence.blocks.view(sequence.num_entered).tolist()
+                lent = sequence.blocks[sequence.num_entered :]
                 self._outputs.append(Reserved(sequence.id, tuple(lent), sequence.num_computed))
 
     def _note_cached(self, sequence: Sequence) -> None:
@@ -234,17 +234,17 @@ class Book:
 
     def _allocate(self, sequence: Sequence, num_blocks: int) -> None:
         if num_blocks:
-            after = sequence.blocks[-1] if len(sequence.blocks) else None
+            after = sequence.blocks[-1] if sequence.blocks else None
             sequence.blocks.extend(self.pool.allocate(num_blocks, after=after))
 
     def _return_blocks(self, sequence: Sequence) -> None:
         """Frees what a sequence holds; what is lent to a transfer is quarantined until it is settled."""
         self.queues.disclaim(sequence)
-        blocks = sequence.blocks.view().tolist()
+        blocks = sequence.blocks.tolist()
         kept = len(blocks) - sequence.num_lent
         self.pool.quarantine(sequence.id, blocks[kept:])
         self.pool.free(blocks[:kept])
-        sequence.blocks.clear()
+        del sequence.blocks[:]
         sequence.num_computed = sequence.num_entered = sequence.num_lent = 0
 
     def _enter_final_blocks(self, sequence: Sequence, num_computed: int) -> None:
@@ -256,7 +256,7 @@ class Book:
     def _book_chunk(
         self, sequence: Sequence, num_computed: int, token: int | None, logprobs: TokenLogprobs | None
     ) -> None:
-        blocks = sequence.blocks.view(0, sequence.num_blocks_for(num_computed)).tolist()
+        blocks = sequence.blocks[: sequence.num_blocks_for(num_computed)]
         cached = sequence.cached_tokens or 0
         self._outputs.append(
             ChunkComputed(sequence.id, tuple(blocks), num_computed, cached, token, logprobs, queue_ms=sequence.queue_ms)

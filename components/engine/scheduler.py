@@ -104,7 +104,7 @@ class _Draft:
     def plan_decodes(self) -> None:
         """A token for each running sequence past its prompt, preempting from the end when blocks run out."""
         for sequence in self._queues.running:
-            length = sequence.tokens.size
+            length = len(sequence.tokens)
             if not sequence.is_decoding:
                 self._computing.append(sequence)
             elif length < sequence.max_length and not (self.preempted and sequence in self.preempted):
@@ -203,13 +203,13 @@ class _Draft:
             stop = start + budget
         if stop > start:
             self._budget = budget - (stop - start)
-            self.work.append(Work(sequence, start, stop, num_blocks, stop == sequence.tokens.size))
+            self.work.append(Work(sequence, start, stop, num_blocks, stop == len(sequence.tokens)))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
         """Preempts from the end until `count` blocks are free; False if `sequence` cannot run now."""
         while count > self._free:
             victim = next(
-                (s for s in reversed(self._queues.running) if s.is_preemptible and s not in self.preempted), None
+                (s for s in reversed(self._queues.running) if not s.is_prefill and s not in self.preempted), None
             )
             if victim is None:
                 return False
@@ -220,6 +220,6 @@ class _Draft:
 
     def _preempt(self, victim: Sequence) -> None:
         self.preempted[victim] = None
-        for block in victim.blocks.view().tolist():
+        for block in victim.blocks:
             self._dropped[block] = self._dropped.get(block, 0) + 1
             self._free += self._pool.references(block) == self._dropped[block]

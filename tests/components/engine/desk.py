@@ -85,7 +85,7 @@ class Desk:
         return plans
 
     def verify(self) -> None:
-        self.pool.verify(s.blocks.view().tolist() for s in self.book.queues)
+        self.pool.verify(s.blocks for s in self.book.queues)
         for key, owner in self.book.queues.computing.items():
             assert self.book.queues.find(owner.id) is owner, f"{key.hex()} is claimed by a dead sequence"
 
