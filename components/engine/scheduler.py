@@ -111,7 +111,8 @@ class _Draft:
                 missing = sequence.num_blocks_missing(length)
                 if not missing or self._make_room(missing, sequence):
                     self._free -= missing
-                    self._add_work(sequence, length - 1, length, missing)
+                    self._budget -= 1  # enough for every running sequence: see `_places`
+                    self.work.append(Work(sequence, length - 1, length, missing, True))
 
     def plan_chunks(self) -> None:
         """Further chunks of prompts under way; their blocks are there already."""
@@ -198,11 +199,9 @@ class _Draft:
         return sum(1 for block in cached if not self._pool.references(block) and block not in self._pinned)
 
     def _add_work(self, sequence: Sequence, start: int, stop: int, num_blocks: int = 0) -> None:
-        budget = self._budget
-        if stop - start > budget:
-            stop = start + budget
+        stop = min(stop, start + self._budget)
         if stop > start:
-            self._budget = budget - (stop - start)
+            self._budget -= stop - start
             self.work.append(Work(sequence, start, stop, num_blocks, stop == len(sequence.tokens)))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
