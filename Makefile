@@ -41,6 +41,7 @@ check: $(INSTALLED)  ## Lint, format and types.
 
 bench: model  ## Measure this machine: engine and peers, serving, start-up, routing; ARGS=--quick for less of it.
 	$(BIN)/python tests/bench/bench_engine_cpu.py $(ARGS)
+	$(BIN)/python tests/bench/bench_bookkeeping.py
 	$(BIN)/python tests/bench/bench_serve.py $(ARGS)
 	$(BIN)/python tests/bench/bench_start.py $(ARGS)
 	$(BIN)/python tests/bench/bench_router.py --blocks 200000 --decisions 5000 --seconds 1

@@ -114,7 +114,7 @@ class SdpaAttention:
         """Computes slots, gather indices and masks of the step."""
         lengths = np.diff(batch.cu_seqlens_q)
         decoding = [i for i in range(batch.num_sequences) if lengths[i] == 1]
-        sizes = [len(batch.block_tables[i]) for i in decoding]
+        sizes = np.diff(batch.cu_blocks)[decoding].tolist()
         groups = [[decoding[i] for i in group] for group in decode_groups(sizes)]
         chunks = [i for i in range(batch.num_sequences) if lengths[i] > 1]
         parts = [_gather_decodes(batch, group, self._pool) for group in groups]
@@ -161,10 +161,10 @@ class _Part:
 
 
 def _gather_decodes(batch: Batch, sequences: list[int], pool: KVPool) -> _Part:
-    longest = max(len(batch.block_tables[i]) for i in sequences)
+    longest = np.diff(batch.cu_blocks)[sequences].max()
     tables = np.empty((len(sequences), longest), np.int64)
     for row, i in enumerate(sequences):
-        table = batch.block_tables[i]
+        table = batch.table(i)
         tables[row, : len(table)] = table
         tables[row, len(table) :] = table[0]
     tokens = batch.cu_seqlens_q[sequences].astype(np.int64)[:, None]
@@ -177,7 +177,7 @@ def _gather_chunk(batch: Batch, i: int, pool: KVPool) -> _Part:
     tokens = np.arange(start, stop, dtype=np.int64)[None]
     length = batch.seq_lens[i : i + 1].astype(np.int64)
     positions = np.arange(length[0] - (stop - start), length[0], dtype=np.int64)[None]
-    return _Part(pool, tokens, batch.block_tables[i].astype(np.int64)[None], length, positions)
+    return _Part(pool, tokens, batch.table(i).astype(np.int64)[None], length, positions)
 
 
 def _stale_rows(seq_lens: _Indices, num_keys: int, heads: int) -> _Indices:

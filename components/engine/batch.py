@@ -2,64 +2,72 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import numpy.typing as npt
 
 from components.engine.runner import Batch, Ints, SampleRow
 from components.engine.scheduler import Work
-from components.engine.sequence import Sequence
 
 _NOTHING: Ints = np.empty(0, np.int32)
 
 
 def assemble(work: tuple[Work, ...]) -> Batch:
-    """The flattened batch of `work`; called after its blocks are allocated. Tables and sample rows are views."""
-    starts = np.array([w.sequence.num_computed for w in work], np.int32)
-    counts = np.array([w.num_tokens for w in work], np.int32)
-    stops = starts + counts
-    cu_seqlens = np.zeros(len(work) + 1, np.int32)
-    np.cumsum(counts, out=cu_seqlens[1:])
+    """The flattened batch of `work`; called after its blocks are allocated. All in it is its own."""
+    block_size = work[0].sequence.block_size
+    starts = np.array([part.start for part in work], np.int32)
+    stops = np.array([part.stop for part in work], np.int32)
+    counts = stops - starts
+    cu_seqlens = cumulated(counts)
     positions = np.repeat(starts - cu_seqlens[:-1], counts) + np.arange(cu_seqlens[-1], dtype=np.int32)
-    spans = list(zip(work, starts.tolist(), stops.tolist(), strict=True))
-    tables = tuple(w.sequence.blocks.view(0, w.sequence.num_blocks_for(stop)) for w, _, stop in spans)
     feeds = np.full(cu_seqlens[-1], -1, np.int32)
-    for (w, _, stop), last in zip(spans, (cu_seqlens[1:] - 1).tolist(), strict=True):
-        if w.sequence.num_pending and stop == w.sequence.tokens.size:
-            feeds[last] = w.sequence.feed
+    feeds[cu_seqlens[1:] - 1] = [part.sequence.feed for part in work]  # what pends is its sequence's last token
+    num_blocks = -(-stops // block_size)
+    cu_blocks = cumulated(num_blocks)
+    blocks = _joined([part.sequence.blocks[:n] for part, n in zip(work, num_blocks.tolist(), strict=True)])
     return Batch(
-        input_ids=np.concatenate([w.sequence.tokens.view(start, stop) for w, start, stop in spans]),
+        input_ids=_joined([part.sequence.tokens[part.start : part.stop] for part in work]),
         positions=positions,
         cu_seqlens_q=cu_seqlens,
         seq_lens=stops,
-        block_tables=tables,
-        slot_mapping=_slots(tables, positions, counts, block_size=work[0].sequence.block_size),
+        blocks=blocks,
+        cu_blocks=cu_blocks,
+        slot_mapping=_slots(blocks, np.repeat(cu_blocks[:-1], counts), positions, block_size),
         feeds=feeds,
-        samples=tuple(_sample_row(row, w.sequence) for row, w in enumerate(work) if is_sampled(w)),
+        samples=tuple([_sample_row(row, part) for row, part in enumerate(work) if part.is_sampled]),
     )
 
 
-def _slots(tables: tuple[Ints, ...], positions: Ints, counts: Ints, *, block_size: int) -> npt.NDArray[np.int64]:
+def cumulated(counts: Ints) -> Ints:
+    """Where each of consecutive parts begins, and where the last one ends: (parts + 1,)."""
+    places = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=places[1:])
+    return places
+
+
+def _joined(pieces: list[array[int]]) -> Ints:
+    """Ids one after another."""
+    return np.frombuffer(bytearray().join(pieces), np.int32)
+
+
+def _slots(blocks: Ints, firsts: Ints, positions: Ints, block_size: int) -> npt.NDArray[np.int64]:
     """Where each new token's KV goes: its block's id * block_size + its place in the block."""
-    firsts = np.zeros(len(tables), np.int64)  # where each table begins among all of them
-    np.cumsum([len(table) for table in tables[:-1]], out=firsts[1:])
-    blocks: Ints = np.concatenate(tables)[np.repeat(firsts, counts) + positions // block_size]
-    slots: npt.NDArray[np.int64] = blocks.astype(np.int64) * block_size + positions % block_size
+    in_table, in_block = np.divmod(positions, block_size)
+    slots: npt.NDArray[np.int64] = blocks[firsts + in_table].astype(np.int64) * block_size + in_block
     return slots
 
 
-def is_sampled(work: Work) -> bool:
-    """Whether the last token of the work is the sequence's newest, so that the next one is chosen."""
-    return work.sequence.num_computed + work.num_tokens == work.sequence.tokens.size
-
-
-def _sample_row(row: int, sequence: Sequence) -> SampleRow:
-    stopping = sequence.request.stopping
-    boundary = sequence.num_prompt_tokens
+def _sample_row(row: int, work: Work) -> SampleRow:
+    sequence, position = work.sequence, work.stop
+    if sequence.is_plain:  # nearly all are
+        return SampleRow(row, sequence.sampling, position, _NOTHING, _NOTHING, (), True)
+    boundary, stopping = sequence.num_prompt_tokens, sequence.request.stopping
     return SampleRow(
-        row=row,
-        sampling=sequence.request.sampling,
-        position=sequence.tokens.size,
-        prompt=sequence.tokens.view(0, boundary) if sequence.needs_tokens else _NOTHING,
-        output=sequence.tokens.view(boundary) if sequence.needs_tokens else _NOTHING,
-        banned=stopping.stop_token_ids if sequence.num_output_tokens < stopping.min_tokens else (),
+        row,
+        sequence.sampling,
+        position,
+        prompt=_joined([sequence.tokens[:boundary]]) if sequence.needs_tokens else _NOTHING,
+        output=_joined([sequence.tokens[boundary:]]) if sequence.needs_tokens else _NOTHING,
+        banned=stopping.stop_token_ids if position < boundary + stopping.min_tokens else (),
     )

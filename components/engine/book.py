@@ -9,33 +9,18 @@ from __future__ import annotations
 import time
 from itertools import count
 
-import msgspec
+from msgspec.structs import replace
 
-from components.engine.batch import is_sampled
 from components.engine.outputs import ChunkComputed, Ended, EngineRequest, Matched, Output, Reserved, StepTokens
 from components.engine.queues import Queues
 from components.engine.runner import Sampled
-from components.engine.scheduler import Admission, Plan
+from components.engine.scheduler import Admission, Plan, Work
 from components.engine.sequence import PENDING, Phase, Sequence
 from components.kv.pool import BlockPool
 from components.messages import FinishReason, Load, TokenLogprobs
 from graph import LinkError, Overloaded, Refused, RequestCancelled
 
 _RETRY_AFTER_S = 1.0
-
-
-class Part(msgspec.Struct, frozen=True):
-    """A sequence's share in a launched step: its tokens computed after it, and its length if it chooses a token."""
-
-    sequence: Sequence
-    num_computed: int
-    length: int | None
-
-
-class Flight(msgspec.Struct, frozen=True):
-    """A step between its launch and its landing."""
-
-    parts: tuple[Part, ...]
 
 
 class Book:
@@ -68,7 +53,7 @@ class Book:
         """How busy the engine is now."""
         queues = self.queues
         queued = sum(s.num_remaining for s in queues.waiting)
-        queued += sum(0 if s.is_decoding else s.num_remaining for s in queues.running)
+        queued += sum(s.num_remaining for s in queues.running if not s.is_decoding)
         return Load(
             running=len(queues.running),
             waiting=len(queues.waiting) + sum(s.phase is not Phase.RESERVING for s in queues.pulling),
@@ -86,7 +71,11 @@ class Book:
             self._outputs.append(Ended(request.id, error))
             return
         sequence = Sequence(
-            request, arrival=next(self._arrivals), block_size=self._block_size, hash_unit=self._hash_unit
+            request,
+            arrival=next(self._arrivals),
+            block_size=self._block_size,
+            hash_unit=self._hash_unit,
+            max_length=self.max_length,
         )
         sequence.arrived_s = time.monotonic()
         self.num_prompt_tokens += request.num_prompt_tokens
@@ -140,7 +129,8 @@ class Book:
         sequence.wants_match = False
         sequence.num_computed = len(sequence)
         self.queues.move(sequence, Phase.RUNNING)
-        self._enter_final_blocks(sequence, sequence.num_computed)
+        if sequence.has_final_blocks(sequence.num_computed):
+            self._enter_final_blocks(sequence, sequence.num_computed)
         sequence.tokens.append(token)
         self._tell(sequence, len(sequence), token, logprobs)
 
@@ -162,46 +152,38 @@ class Book:
         for admission in plan.admitted:  # all pins first: an allocation may evict what nobody holds
             self.pool.pin(admission.cached)
         for work in plan.work:
-            self._allocate(work.sequence, work.num_blocks)
+            if work.num_blocks:
+                self._allocate(work.sequence, work.num_blocks)
         for admission in plan.admitted:
             self._admit(admission)
 
-    def launched(self, plan: Plan) -> Flight:
-        """Notes that the plan's work is being executed: its tokens count as computed, those it chooses as pending."""
-        parts, num_samples = [], 0
-        for work in plan.work:
-            sequence, samples = work.sequence, is_sampled(work)
-            sequence.num_computed += work.num_tokens
-            if samples:
+    def launched(self, work: tuple[Work, ...]) -> None:
+        """Notes that the work is being executed: its tokens count as computed, those it chooses as pending."""
+        places = count()
+        for part in work:
+            sequence = part.sequence
+            sequence.num_computed = part.stop
+            if part.is_sampled:
                 sequence.tokens.append(PENDING)
                 sequence.num_pending += 1
-                sequence.feed = num_samples
-                sequence.is_complete = sequence.request.mode == "prefill" or self._is_full(sequence, len(sequence))
-                num_samples += 1
-            parts.append(Part(sequence, sequence.num_computed, len(sequence) if samples else None))
-        return Flight(tuple(parts))
+                sequence.feed = next(places)
 
-    def landed(self, flight: Flight, sampled: Sampled) -> None:
-        """Notes that a launched step is over: final blocks, new tokens, what they end."""
-        rows = iter(zip(sampled.tokens.tolist(), sampled.logprobs, strict=True))
-        for part in flight.parts:
-            token, logprobs = next(rows) if part.length is not None else (None, None)
-            sequence = part.sequence
-            if not self.is_live(sequence):
+    def landed(self, work: tuple[Work, ...], sampled: Sampled) -> None:
+        """Notes that launched work is done: final blocks, new tokens, what they end."""
+        rows = zip(sampled.tokens.tolist(), sampled.logprobs, strict=True)
+        for part in work:
+            token, logprobs = next(rows) if part.is_sampled else (None, None)
+            sequence, stop = part.sequence, part.stop
+            if sequence.phase is Phase.FINISHED:
                 continue  # it has ended meanwhile; the step trailed
-            if part.length is not None and token is not None:
-                sequence.tokens[part.length - 1] = token
-                sequence.num_pending -= 1
-            if sequence.num_computed >= part.num_computed:  # else it was preempted meanwhile
-                self._enter_final_blocks(sequence, part.num_computed)
-            if sequence.request.mode == "prefill":
-                self._book_chunk(sequence, part.num_computed, token, logprobs)
-            elif token is not None and part.length is not None:
-                self._tell(sequence, part.length, token, logprobs)
-
-    def book(self, plan: Plan, sampled: Sampled) -> None:
-        """Notes an executed step, whole."""
-        self.landed(self.launched(plan), sampled)
+            if token is not None:
+                sequence.take(token, stop)
+            if sequence.num_computed >= stop and sequence.has_final_blocks(stop):  # else it was preempted meanwhile
+                self._enter_final_blocks(sequence, stop)
+            if sequence.is_prefill:
+                self._book_chunk(sequence, stop, token, logprobs)
+            elif token is not None:
+                self._tell(sequence, stop + 1, token, logprobs)
 
     # --- the parts
 
@@ -240,7 +222,7 @@ class Book:
                 self._outputs.append(Matched(sequence.id, sequence.num_computed))
             case Phase.RESERVED:
                 sequence.num_lent = admission.num_blocks
-                lent = sequence.blocks.view(sequence.num_entered).tolist()
+                lent = sequence.blocks[sequence.num_entered :]
                 self._outputs.append(Reserved(sequence.id, tuple(lent), sequence.num_computed))
 
     def _note_cached(self, sequence: Sequence) -> None:
@@ -252,22 +234,20 @@ class Book:
 
     def _allocate(self, sequence: Sequence, num_blocks: int) -> None:
         if num_blocks:
-            after = sequence.blocks[-1] if len(sequence.blocks) else None
+            after = sequence.blocks[-1] if sequence.blocks else None
             sequence.blocks.extend(self.pool.allocate(num_blocks, after=after))
 
     def _return_blocks(self, sequence: Sequence) -> None:
         """Frees what a sequence holds; what is lent to a transfer is quarantined until it is settled."""
         self.queues.disclaim(sequence)
-        blocks = sequence.blocks.view().tolist()
+        blocks = sequence.blocks.tolist()
         kept = len(blocks) - sequence.num_lent
         self.pool.quarantine(sequence.id, blocks[kept:])
         self.pool.free(blocks[:kept])
-        sequence.blocks.clear()
+        del sequence.blocks[:]
         sequence.num_computed = sequence.num_entered = sequence.num_lent = 0
 
     def _enter_final_blocks(self, sequence: Sequence, num_computed: int) -> None:
-        if not sequence.has_final_blocks(num_computed):
-            return
         for block, parent, units in sequence.final_blocks(num_computed):
             self.pool.enter(block, parent=parent, units=units)
             self.queues.fulfil(units[-1])
@@ -276,7 +256,7 @@ class Book:
     def _book_chunk(
         self, sequence: Sequence, num_computed: int, token: int | None, logprobs: TokenLogprobs | None
     ) -> None:
-        blocks = sequence.blocks.view(0, sequence.num_blocks_for(num_computed)).tolist()
+        blocks = sequence.blocks[: sequence.num_blocks_for(num_computed)]
         cached = sequence.cached_tokens or 0
         self._outputs.append(
             ChunkComputed(sequence.id, tuple(blocks), num_computed, cached, token, logprobs, queue_ms=sequence.queue_ms)
@@ -287,28 +267,16 @@ class Book:
     def _tell(self, sequence: Sequence, length: int, token: int, logprobs: TokenLogprobs | None) -> None:
         """Tells the token that made the sequence `length` long; finishes the sequence if it was the last one."""
         self.num_generated_tokens += 1
-        finish = self._finish(sequence, length, token)
-        is_first, sequence.is_told = not sequence.is_told, True
-        self._outputs.append(
-            StepTokens(
-                sequence.id,
-                (token,),
-                (logprobs,) if logprobs is not None else None,
-                finish,
-                cached_tokens=sequence.cached_tokens if is_first else None,
-                queue_ms=sequence.queue_ms if is_first else None,
-            )
-        )
+        finish: FinishReason | None = None
+        if token in sequence.request.stopping.stop_token_ids:
+            finish = "stop"
+        elif length >= sequence.max_length:
+            finish = "length"
+        output = StepTokens(sequence.id, (token,), None if logprobs is None else (logprobs,), finish)
+        if not sequence.is_told:
+            sequence.is_told = True
+            output = replace(output, cached_tokens=sequence.cached_tokens, queue_ms=sequence.queue_ms)
+        self._outputs.append(output)
         if finish is not None:
             self._return_blocks(sequence)
             self.queues.move(sequence, Phase.FINISHED)
-
-    def _finish(self, sequence: Sequence, length: int, token: int) -> FinishReason | None:
-        if token in sequence.request.stopping.stop_token_ids:
-            return "stop"
-        return "length" if self._is_full(sequence, length) else None
-
-    def _is_full(self, sequence: Sequence, length: int) -> bool:
-        """Whether the sequence ends when it has `length` tokens, whatever they are."""
-        num_output_tokens = length - sequence.num_prompt_tokens
-        return num_output_tokens >= sequence.request.stopping.max_tokens or length >= self.max_length

@@ -127,7 +127,7 @@ class CudaRunner:
         size = self._chunk_graphs.size_for(count) if self._chunk_graphs is not None else None
         spare_slot = self._pool.num_blocks * self.layout.block_size
         head = pad(fields, size or count, spare_slot)
-        sent = self._staging.send(np.concatenate((head, kept, *batch.block_tables)).astype(np.int32, copy=False))
+        sent = self._staging.send(np.concatenate((head, kept, batch.blocks)).astype(np.int32, copy=False))
         kept_rows, blocks = sent[len(head) : len(head) + len(kept)], sent[len(head) + len(kept) :]
         given, fed, positions, slots = sent[: len(head)].view(FIELDS, -1)[:, :count]
         step = self._attention.plan_chunks(self._tables(batch, blocks), slots)
@@ -158,11 +158,9 @@ class CudaRunner:
         return logits
 
     def _tables(self, batch: Batch, blocks: torch.Tensor) -> Tables:
-        cu_blocks = np.zeros(batch.num_sequences + 1, np.int32)
-        np.cumsum([len(table) for table in batch.block_tables], out=cu_blocks[1:])
         last_lengths = (batch.seq_lens - 1) % self.layout.block_size + 1
         ends = torch.from_numpy(last_lengths.astype(np.int32))
-        return Tables(torch.from_numpy(batch.cu_seqlens_q), torch.from_numpy(cu_blocks), ends, blocks)
+        return Tables(torch.from_numpy(batch.cu_seqlens_q), torch.from_numpy(batch.cu_blocks), ends, blocks)
 
     def _prepare_graphs(self, max_batch: int, max_tokens: int, max_blocks: int, report: Callable[[str], None]) -> None:
         assert self._decoder is not None
@@ -206,7 +204,8 @@ def _trial_batch(block: int, block_size: int, sampling: Sampling) -> Batch:
         positions=np.arange(2, dtype=np.int32),
         cu_seqlens_q=np.array([0, 2], np.int32),
         seq_lens=np.array([2], np.int32),
-        block_tables=(np.array([block], np.int32),),
+        blocks=np.array([block], np.int32),
+        cu_blocks=np.array([0, 1], np.int32),
         slot_mapping=np.arange(2, dtype=np.int64) + block * block_size,
         samples=(SampleRow(0, sampling, 2, empty, empty),),
     )

@@ -21,8 +21,8 @@ fails ends its sequences; a second one in a row ends the engine.
     plan = schedule(...)                       pure: which sequences, how many tokens, who is preempted
     book.apply(plan)                           blocks returned, pinned, allocated
     step = runner.launch(assemble(...))        acts
-    flight = book.launched(plan)               lengths
-    book.landed(flight, step.wait())           tokens, hashes, outputs, events
+    book.launched(plan.work)                   lengths
+    book.landed(plan.work, step.wait())        tokens, hashes, outputs, events
 
 A runner that overlaps gets step n + 1 while step n runs: the tokens that n is choosing are pending then,
 fed to n + 1 by the runner itself. A sequence that n turns out to end is computed once too often; what
@@ -42,11 +42,11 @@ from functools import partial
 import msgspec
 
 from components.engine.batch import assemble
-from components.engine.book import Book, Flight
+from components.engine.book import Book
 from components.engine.commands import Commands
 from components.engine.outputs import EngineRequest, StepReport, StepStats
 from components.engine.runner import Launched, Runner
-from components.engine.scheduler import Limits, Plan, schedule
+from components.engine.scheduler import Limits, Work, schedule
 from components.engine.sequence import Phase
 from components.engine.sequence import Sequence as SequenceState
 from components.kv.pool import BlockPool
@@ -72,7 +72,7 @@ class _Airborne(msgspec.Struct, frozen=True):
     """A launched step with what is to be booked when it lands."""
 
     step: Launched
-    flight: Flight
+    work: tuple[Work, ...]
     started_s: float
     num_tokens: int
 
@@ -200,7 +200,7 @@ class Engine:
         before, is_lending = self._airborne, any(a.phase is Phase.RESERVED for a in plan.admitted)
         if before is None or not is_lending:
             self._report(can_wait=self.runner.is_overlapping)
-        self._airborne = self._launch(plan) if plan.work else None
+        self._airborne = self._launch(plan.work) if plan.work else None
         if before is not None:
             self._land(before)
         if not self.runner.is_overlapping:
@@ -221,17 +221,18 @@ class Engine:
             return True
         return not queues.waiting and all(s.num_pending and not s.is_told for s in queues.running)
 
-    def _launch(self, plan: Plan) -> _Airborne | None:
-        """Starts the plan's work; a failure ends the sequences it concerns."""
+    def _launch(self, work: tuple[Work, ...]) -> _Airborne | None:
+        """Starts a plan's work; a failure ends the sequences it concerns."""
         started_s = time.monotonic()
         try:
-            step = self.runner.launch(assemble(plan.work))
+            batch = assemble(work)
+            step = self.runner.launch(batch)
         except Exception as error:
-            self._fail_step([work.sequence for work in plan.work], error)
+            self._fail_step([part.sequence for part in work], error)
             self._report()
             return None
-        num_tokens = sum(work.num_tokens for work in plan.work)
-        return _Airborne(step, self._book.launched(plan), started_s, num_tokens)
+        self._book.launched(work)
+        return _Airborne(step, work, started_s, len(batch.input_ids))
 
     def _land_last(self) -> None:
         """Leaves no step under way."""
@@ -241,24 +242,22 @@ class Engine:
 
     def _land(self, airborne: _Airborne) -> None:
         """Waits for a launched step and books it; a failure ends the sequences it concerns."""
-        sequences = [part.sequence for part in airborne.flight.parts]
         try:
             sampled = airborne.step.wait()
         except Exception as error:
-            if self._airborne is not None:  # it was fed by the one that failed
-                sequences += [part.sequence for part in self._airborne.flight.parts]
-                self._airborne = None
-            self._fail_step(sequences, error)
+            failed, fed = airborne, self._airborne  # the step under way was fed by the one that failed
+            self._airborne = None
+            self._fail_step([part.sequence for part in (*failed.work, *(fed.work if fed else ()))], error)
         else:
             self._num_failures = 0
-            self._book.landed(airborne.flight, sampled)
+            self._book.landed(airborne.work, sampled)
         self._report(self._stats(airborne))
 
     def _stats(self, airborne: _Airborne) -> StepStats:
         started_s, self._landed_s = max(airborne.started_s, self._landed_s), time.monotonic()
         return StepStats(
             duration_s=self._landed_s - started_s,
-            num_sequences=len(airborne.flight.parts),
+            num_sequences=len(airborne.work),
             num_tokens=airborne.num_tokens,
             cached_blocks=self._pool.num_cached,
             preemptions=self._book.num_preemptions,

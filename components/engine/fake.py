@@ -104,7 +104,7 @@ class FakeRunner:
 
     def _choose(self, batch: Batch, row: SampleRow) -> int:
         length = int(batch.seq_lens[row.row])
-        slots = self.memory[batch.block_tables[row.row]]  # (blocks, heads, layers, 2, block_size, dim)
+        slots = self.memory[batch.table(row.row)]  # (blocks, heads, layers, 2, block_size, dim)
         by_token = slots.transpose(0, 4, 1, 2, 3, 5).reshape(-1, *_VALUES)[:length]
         return _next_token(_digest(by_token), row.sampling, row.position, self.vocab_size, banned=row.banned)
 

@@ -1,8 +1,7 @@
 """Decode steps as CUDA graphs, one for each of a few batch sizes.
 
 A graph reads the step's numbers from fixed places of one device buffer, takes fed tokens from those the
-step before chose, runs the decoder, and leaves logits and the largest one's token behind. Batches are
-padded to the next size with sequences of one token in a spare block.
+step before chose, runs the decoder, and leaves logits and the largest one's token behind; see `packing.py`.
 """
 
 from __future__ import annotations
@@ -10,46 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from components.engine.attention import KVPool
 from components.engine.decode_attention import DecodeTables
 from components.engine.fused_cuda import CudaDecoder
+from components.engine.packing import FIELDS, bucket_sizes, is_packable, pack, packed_size
 from components.engine.runner import Batch
 from components.engine.sampling_kernels import argmax
 from components.engine.staging import Staging
-
-_FIELDS = 4  # ids, feeds, positions, slots: each `max_batch` long; then cu_blocks and the blocks
-
-
-def bucket_sizes(max_batch: int) -> list[int]:
-    """The batch sizes that are captured, in rising order."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch + 1, 32)]
-    return [*[size for size in sizes if size < max_batch], max_batch]
-
-
-def pack(batch: Batch, bucket: int, max_batch: int, *, block_size: int, spare_block: int) -> npt.NDArray[np.int32]:
-    """The numbers of a decode step as the graphs read them."""
-    count = batch.num_sequences
-    sizes = np.ones(bucket, np.int32)
-    sizes[:count] = [len(table) for table in batch.block_tables]
-    cu_blocks = np.zeros(bucket + 1, np.int32)
-    np.cumsum(sizes, out=cu_blocks[1:])
-    head = _FIELDS * max_batch
-    values = np.zeros(head + max_batch + 1 + int(cu_blocks[-1]), np.int32)
-    fields = values[:head].reshape(_FIELDS, max_batch)
-    fields[1], fields[3] = -1, spare_block * block_size
-    fields[0, :count] = batch.input_ids
-    if batch.feeds is not None:
-        fields[1, :count] = batch.feeds
-    fields[2, :count] = batch.positions
-    fields[3, :count] = batch.slot_mapping
-    values[head : head + bucket + 1] = cu_blocks
-    blocks = values[head + max_batch + 1 :]
-    np.concatenate(batch.block_tables, out=blocks[: cu_blocks[count]])
-    blocks[cu_blocks[count] :] = spare_block
-    return values
 
 
 class DecodeGraphs:
@@ -62,7 +30,7 @@ class DecodeGraphs:
         self._block_size = pool.layout.block_size
         self._spare_block = pool.num_blocks
         device = pool.blocks.device
-        self._staging = Staging(_FIELDS * max_batch + max_batch + 1 + max_blocks, torch.int32, device)
+        self._staging = Staging(packed_size(max_batch, max_blocks), torch.int32, device)
         self.logits = torch.empty((max_batch, vocab_size), dtype=pool.blocks.dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -82,11 +50,8 @@ class DecodeGraphs:
             self._graphs[size] = graph
 
     def can_run(self, batch: Batch) -> bool:
-        """Whether the batch is a decode step that fits a graph: one token for each sequence, each choosing the next."""
-        count = batch.num_sequences
-        is_decode = len(batch.input_ids) == count == len(batch.samples) and count <= self._max_batch
-        room = len(self._staging) - (_FIELDS + 1) * self._max_batch - 1
-        return is_decode and sum(map(len, batch.block_tables)) + self._max_batch <= room
+        """Whether the batch is a decode step that fits a graph."""
+        return is_packable(batch, self._max_batch, len(self._staging))
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Launches the step. Returns its logits, (sequences, vocabulary), good until the next one.
@@ -105,8 +70,8 @@ class DecodeGraphs:
         )
 
     def _forward(self, size: int, last_tokens: torch.Tensor) -> None:
-        buffer, head = self._staging.device_buffer, _FIELDS * self._max_batch
-        ids, feeds, positions, slots = buffer[:head].view(_FIELDS, self._max_batch)[:, :size]
+        buffer, head = self._staging.device_buffer, FIELDS * self._max_batch
+        ids, feeds, positions, slots = buffer[:head].view(FIELDS, self._max_batch)[:, :size]
         cu_blocks, blocks = buffer[head : head + size + 1], buffer[head + self._max_batch + 1 :]
         fed = torch.where(feeds >= 0, last_tokens[feeds.clamp_min(0)], ids)
         hidden = self._decoder.decode(fed, DecodeTables(positions, slots, cu_blocks, blocks))
@@ -121,7 +86,8 @@ def _idle_batch(size: int, block: int, block_size: int) -> Batch:
         positions=np.zeros(size, np.int32),
         cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
         seq_lens=np.ones(size, np.int32),
-        block_tables=tuple(np.array([block], np.int32) for _ in range(size)),
+        blocks=np.full(size, block, np.int32),
+        cu_blocks=np.arange(size + 1, dtype=np.int32),
         slot_mapping=np.full(size, block * block_size, np.int64),
         samples=(),
     )

@@ -48,7 +48,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class StepTokens(msgspec.Struct, frozen=True):
+class StepTokens(msgspec.Struct, frozen=True, gc=False):
     """New tokens of a sequence; `finish` ends it. `cached_tokens` stands in the first one."""
 
     id: str

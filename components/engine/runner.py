@@ -18,12 +18,12 @@ from components.messages import KVLayout, Sampling, TokenLogprobs
 Ints = npt.NDArray[np.int32]
 
 
-class SampleRow(msgspec.Struct, frozen=True):
+class SampleRow(msgspec.Struct, frozen=True, gc=False):
     """One token to choose, from the logits of the last new token of sequence `row` of the batch.
 
     `position` is the chosen token's place in its sequence: with `sampling.seed` it keys the
     generator. `prompt` and `output` are the tokens so far, empty where no penalty needs them.
-    `banned` may not be chosen.
+    `banned` may not be chosen. Where `is_plain`, no ban, bias or penalty changes the logits.
     """
 
     row: int
@@ -32,6 +32,7 @@ class SampleRow(msgspec.Struct, frozen=True):
     prompt: Ints
     output: Ints
     banned: tuple[int, ...] = ()
+    is_plain: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -41,7 +42,8 @@ class Batch(msgspec.Struct, frozen=True):
     positions: Ints  # (T,)
     cu_seqlens_q: Ints  # (S + 1,): sequence i's new tokens are [cu[i], cu[i + 1])
     seq_lens: Ints  # (S,): tokens with KV after this step, the new ones included
-    block_tables: tuple[Ints, ...]  # S arrays of block ids, each covering its seq_len
+    blocks: Ints  # the sequences' block tables one after another, each covering its seq_len
+    cu_blocks: Ints  # (S + 1,): sequence i's table is blocks [cu[i], cu[i + 1])
     slot_mapping: npt.NDArray[np.int64]  # (T,): block id * block_size + offset of each new token
     samples: tuple[SampleRow, ...]
     feeds: Ints | None = None  # (T,): whose token of the step before is the input, by sample; -1: `input_ids` says
@@ -49,6 +51,10 @@ class Batch(msgspec.Struct, frozen=True):
     @property
     def num_sequences(self) -> int:
         return len(self.seq_lens)
+
+    def table(self, sequence: int) -> Ints:
+        """The blocks of one sequence."""
+        return self.blocks[self.cu_blocks[sequence] : self.cu_blocks[sequence + 1]]
 
 
 class Sampled(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ def is_greedy(sampling: Sampling) -> bool:
 
 def adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """The logits with what changes them, in float32; the input itself if no row asks for any."""
-    changed = [i for i, row in enumerate(rows) if row.banned or _changes_logits(row.sampling)]
+    changed = [i for i, row in enumerate(rows) if not row.is_plain and (row.banned or _changes_logits(row.sampling))]
     if not changed:
         return logits
     adjusted = logits.float().clone()

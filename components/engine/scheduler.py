@@ -31,12 +31,21 @@ class Limits(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
 
 
-class Work(msgspec.Struct, frozen=True):
-    """`num_tokens` of a sequence to compute, after allocating `num_blocks` more blocks for it."""
+class Work(msgspec.Struct, frozen=True, gc=False):
+    """Tokens [start, stop) of a sequence to compute, after allocating `num_blocks` more blocks for it.
+
+    Its next token is chosen, `is_sampled`, if they end in its newest one.
+    """
 
     sequence: Sequence
-    num_tokens: int
-    num_blocks: int = 0
+    start: int
+    stop: int
+    num_blocks: int
+    is_sampled: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -87,6 +96,7 @@ class _Draft:
         self._dropped: dict[int, int] = {}  # references that preempted sequences give back
         self._pinned: set[int] = set()  # idle blocks that admitted sequences pin
         self._claimed: set[bytes] = set()  # keys that admitted sequences will compute
+        self._computing: list[Sequence] = []  # running ones whose prompts are under way
         self.preempted: dict[Sequence, None] = {}
         self.admitted: list[Admission] = []
         self.work: list[Work] = []
@@ -94,18 +104,21 @@ class _Draft:
     def plan_decodes(self) -> None:
         """A token for each running sequence past its prompt, preempting from the end when blocks run out."""
         for sequence in self._queues.running:
-            if not sequence.is_decoding or sequence.is_complete or sequence in self.preempted:
-                continue
-            missing = sequence.num_blocks_missing(len(sequence))
-            if self._make_room(missing, sequence):
-                self._free -= missing
-                self._add_work(sequence, 1, missing)
+            length = len(sequence.tokens)
+            if not sequence.is_decoding:
+                self._computing.append(sequence)
+            elif length < sequence.max_length and not (self.preempted and sequence in self.preempted):
+                missing = sequence.num_blocks_missing(length)
+                if not missing or self._make_room(missing, sequence):
+                    self._free -= missing
+                    self._budget -= 1  # enough for every running sequence: see `_places`
+                    self.work.append(Work(sequence, length - 1, length, missing, True))
 
     def plan_chunks(self) -> None:
         """Further chunks of prompts under way; their blocks are there already."""
-        for sequence in self._queues.running:
-            if not sequence.is_decoding and sequence not in self.preempted:
-                self._add_work(sequence, sequence.num_remaining)
+        for sequence in self._computing:
+            if sequence not in self.preempted:
+                self._add_work(sequence, sequence.num_computed, len(sequence))
 
     def plan_admissions(self) -> None:
         """Sequences that leave the waiting queue, in order; see the module for who may pass whom."""
@@ -157,7 +170,7 @@ class _Draft:
         self._places -= 1
         self._free -= missing
         self._admit(sequence, Phase.RUNNING, cached, num_blocks=missing)
-        self._add_work(sequence, len(sequence) - len(cached) * sequence.block_size)
+        self._add_work(sequence, len(cached) * sequence.block_size, len(sequence))
         return True
 
     @property
@@ -185,17 +198,17 @@ class _Draft:
     def _num_newly_pinned(self, cached: list[int]) -> int:
         return sum(1 for block in cached if not self._pool.references(block) and block not in self._pinned)
 
-    def _add_work(self, sequence: Sequence, num_tokens: int, num_blocks: int = 0) -> None:
-        num_tokens = min(num_tokens, self._budget)
-        if num_tokens > 0:
-            self._budget -= num_tokens
-            self.work.append(Work(sequence, num_tokens, num_blocks))
+    def _add_work(self, sequence: Sequence, start: int, stop: int, num_blocks: int = 0) -> None:
+        stop = min(stop, start + self._budget)
+        if stop > start:
+            self._budget -= stop - start
+            self.work.append(Work(sequence, start, stop, num_blocks, stop == len(sequence.tokens)))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
         """Preempts from the end until `count` blocks are free; False if `sequence` cannot run now."""
         while count > self._free:
             victim = next(
-                (s for s in reversed(self._queues.running) if s.is_preemptible and s not in self.preempted), None
+                (s for s in reversed(self._queues.running) if not s.is_prefill and s not in self.preempted), None
             )
             if victim is None:
                 return False
@@ -206,6 +219,6 @@ class _Draft:
 
     def _preempt(self, victim: Sequence) -> None:
         self.preempted[victim] = None
-        for block in victim.blocks.view().tolist():
+        for block in victim.blocks:
             self._dropped[block] = self._dropped.get(block, 0) + 1
             self._free += self._pool.references(block) == self._dropped[block]

@@ -6,21 +6,17 @@ between steps. While a step runs, the token it chooses is pending: it counts, bu
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 from enum import Enum
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from components.engine.runner import Ints
 from components.kv.hashing import chain_hashes, root_hash
-from components.messages import Sampling
+from components.messages import Sampling, pack_ids
 
 if TYPE_CHECKING:
     from components.engine.outputs import EngineRequest
 
-_SPARE = 64
 PENDING = -1
 
 
@@ -36,74 +32,33 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-class Ids:
-    """A growing array of int32. Views of it stay valid and unchanged while it grows; setting shows in them."""
-
-    __slots__ = ("_data", "size")
-
-    def __init__(self, ids: Items[int] = ()) -> None:
-        self.size = len(ids)
-        self._data = np.empty(self.size + _SPARE, np.int32)
-        self._data[: self.size] = ids
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return int(self._data[index if index >= 0 else self.size + index])
-
-    def append(self, id: int) -> None:
-        self._grow(self.size + 1)
-        self._data[self.size] = id
-        self.size += 1
-
-    def __setitem__(self, index: int, id: int) -> None:
-        self._data[index] = id
-
-    def extend(self, ids: Items[int]) -> None:
-        size = self.size + len(ids)
-        self._grow(size)
-        self._data[self.size : size] = ids
-        self.size = size
-
-    def view(self, start: int = 0, stop: int | None = None) -> Ints:
-        """Elements [start, stop), not copied."""
-        return self._data[start : self.size if stop is None else stop]
-
-    def clear(self) -> None:
-        """Forgets all; a new array follows, so that old views keep what they show."""
-        self._data = np.empty(_SPARE, np.int32)
-        self.size = 0
-
-    def _grow(self, size: int) -> None:
-        if size > len(self._data):
-            grown = np.empty(2 * size, np.int32)
-            grown[: self.size] = self._data[: self.size]
-            self._data = grown
-
-
 class Sequence:
     """One sequence to compute. `blocks` cover at least the tokens computed so far."""
 
-    def __init__(self, request: EngineRequest, *, arrival: int, block_size: int, hash_unit: int | None) -> None:
-        """`hash_unit` None leaves the sequence out of the prefix cache."""
+    def __init__(
+        self, request: EngineRequest, *, arrival: int, block_size: int, hash_unit: int | None, max_length: int
+    ) -> None:
+        """`hash_unit` None leaves the sequence out of the prefix cache. No sequence grows beyond `max_length`."""
         self.id = request.id
         self.block_size = block_size
         self.request = request
         self.order = (-request.priority, arrival)
         self.phase = Phase.WAITING
         self.wants_match = request.mode == "remote"  # until its owner decided to compute locally
-        self.tokens = Ids(request.tokens)
+        self.tokens = array("i", request.tokens)  # of int32: `batch.py` joins pieces of them without a loop
         self.num_prompt_tokens = request.num_prompt_tokens
+        self.max_length = min(max_length, _wanted_length(request))  # with so many tokens it ends, whatever they are
         self.num_computed = 0
-        self.blocks = Ids()
+        self.blocks = array("i")
         self.num_entered = 0  # leading blocks that were matched in or entered into the cache
         self.num_lent = 0  # trailing blocks lent to a transfer
         self.cached_tokens: int | None = None  # set once, by the first match
         self.num_pending = 0  # trailing tokens that a launched step is choosing; `tokens` has `PENDING` in their place
-        self.feed = -1  # the last pending token's place among the samples of the step launched last
-        self.is_complete = False  # whether the pending token is certainly the last one
+        self.feed = -1  # the last pending token's place among the samples of the step launched last; -1: none pends
+        self.is_prefill = request.mode == "prefill"  # computed for somebody else, who reads its blocks meanwhile
+        self.sampling = request.sampling
         self.needs_tokens = _has_penalties(request.sampling)  # whether a step needs to know the tokens before it
+        self.is_plain = not (self.needs_tokens or request.sampling.logit_bias or request.stopping.min_tokens)
         self.is_told = False  # whether any token was reported
         self.arrived_s = 0.0
         self.queue_ms = 0.0
@@ -113,15 +68,17 @@ class Sequence:
         self._extend_hashes()
 
     def __len__(self) -> int:
-        return self.tokens.size
+        return len(self.tokens)
 
     def __repr__(self) -> str:
-        return f"Sequence({self.id}, {self.phase.value}, {self.num_computed}/{len(self)} tokens, {self.blocks.view()})"
+        return (
+            f"Sequence({self.id}, {self.phase.value}, {self.num_computed}/{len(self)} tokens, {self.blocks.tolist()})"
+        )
 
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is not computed yet."""
-        return self.tokens.size - self.num_computed
+        return len(self.tokens) - self.num_computed
 
     @property
     def num_output_tokens(self) -> int:
@@ -131,12 +88,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether all but the newest token has been computed, and that one is no prompt's last."""
-        return self.tokens.size - self.num_computed == 1 and self.num_computed > 0
-
-    @property
-    def is_preemptible(self) -> bool:
-        """A prompt that is computed for somebody else is being read meanwhile, so it stays."""
-        return self.request.mode != "prefill"
+        return len(self.tokens) - self.num_computed == 1 and self.num_computed > 0
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -144,8 +96,15 @@ class Sequence:
 
     def num_blocks_missing(self, num_tokens: int) -> int:
         """Blocks to allocate before `num_tokens` tokens can be held."""
-        missing = self.num_blocks_for(num_tokens) - self.blocks.size
+        missing = -(-num_tokens // self.block_size) - len(self.blocks)
         return missing if missing > 0 else 0
+
+    def take(self, token: int, place: int) -> None:
+        """Puts a token that was pending in its place."""
+        self.tokens[place] = token
+        self.num_pending -= 1
+        if not self.num_pending:
+            self.feed = -1
 
     def prefix_keys(self) -> list[bytes]:
         """Cache keys of the full blocks that may be matched: at least one token is left to compute."""
@@ -178,8 +137,14 @@ class Sequence:
             return
         done = len(self._units) * self._hash_unit
         parent = self._units[-1] if self._units else self._root
-        tokens = self.tokens.view(done, len(self.tokens) - self.num_pending).astype("<i4").tobytes()
+        tokens = pack_ids(self.tokens[done : len(self.tokens) - self.num_pending])
         self._units += chain_hashes(tokens, self._hash_unit, parent=parent)
+
+
+def _wanted_length(request: EngineRequest) -> int:
+    if request.mode == "prefill":
+        return len(request.tokens) + 1
+    return request.num_prompt_tokens + request.stopping.max_tokens
 
 
 def _has_penalties(sampling: Sampling) -> bool:

@@ -48,7 +48,8 @@ class RankStep(Message, frozen=True, array_like=True, tag=True):
     positions: bytes
     cu_seqlens_q: bytes
     seq_lens: bytes
-    block_tables: tuple[bytes, ...]
+    blocks: bytes
+    cu_blocks: bytes
     slot_mapping: bytes
 
 
@@ -139,7 +140,8 @@ def step_of(batch: Batch) -> RankStep:
         _pack(batch.positions, "<i4"),
         _pack(batch.cu_seqlens_q, "<i4"),
         _pack(batch.seq_lens, "<i4"),
-        tuple(_pack(table, "<i4") for table in batch.block_tables),
+        _pack(batch.blocks, "<i4"),
+        _pack(batch.cu_blocks, "<i4"),
         _pack(batch.slot_mapping, "<i8"),
     )
 
@@ -151,7 +153,8 @@ def batch_of(step: RankStep) -> Batch:
         positions=np.frombuffer(step.positions, "<i4"),
         cu_seqlens_q=np.frombuffer(step.cu_seqlens_q, "<i4"),
         seq_lens=np.frombuffer(step.seq_lens, "<i4"),
-        block_tables=tuple(np.frombuffer(table, "<i4") for table in step.block_tables),
+        blocks=np.frombuffer(step.blocks, "<i4"),
+        cu_blocks=np.frombuffer(step.cu_blocks, "<i4"),
         slot_mapping=np.frombuffer(step.slot_mapping, "<i8"),
         samples=(),
     )

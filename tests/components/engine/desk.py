@@ -70,7 +70,8 @@ class Desk:
             batch = assemble(plan.work)
             assert len(batch.input_ids) <= self.limits.max_num_batched_tokens
             assert len(plan.work) <= self.limits.max_num_seqs
-            self.book.book(plan, self.runner.execute(batch))
+            self.book.launched(plan.work)
+            self.book.landed(plan.work, self.runner.execute(batch))
         self.verify()
         self.told += self.book.take_outputs()
         return plan
@@ -84,7 +85,7 @@ class Desk:
         return plans
 
     def verify(self) -> None:
-        self.pool.verify(s.blocks.view().tolist() for s in self.book.queues)
+        self.pool.verify(s.blocks for s in self.book.queues)
         for key, owner in self.book.queues.computing.items():
             assert self.book.queues.find(owner.id) is owner, f"{key.hex()} is claimed by a dead sequence"
 

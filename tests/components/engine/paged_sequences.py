@@ -40,7 +40,8 @@ class PagedSequences:
             positions=_ints(positions),
             cu_seqlens_q=_ints(np.cumsum([0, *counts.values()])),
             seq_lens=_ints([self.computed[i] for i in counts]),
-            block_tables=tuple(_ints(self._tables[i]) for i in counts),
+            blocks=_ints([block for i in counts for block in self._tables[i]]),
+            cu_blocks=_ints(np.cumsum([0, *(len(self._tables[i]) for i in counts)])),
             slot_mapping=np.array(slots, np.int64),
             samples=tuple(samples),
         )

@@ -26,7 +26,8 @@ def make_batch(tokens: list[int], table: list[int], start: int = 0, sampling: Sa
         positions=positions,
         cu_seqlens_q=np.array([0, len(positions)], np.int32),
         seq_lens=np.array([len(tokens)], np.int32),
-        block_tables=(blocks,),
+        blocks=blocks,
+        cu_blocks=np.array([0, len(blocks)], np.int32),
         slot_mapping=blocks[positions // 16].astype(np.int64) * 16 + positions % 16,
         samples=(SampleRow(0, sampling, len(tokens), ids, ids[:0]),),
     )
