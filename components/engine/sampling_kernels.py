@@ -125,7 +125,7 @@ def draw(logits: torch.Tensor, settings: torch.Tensor, tokens: torch.Tensor, spa
         written = (space.counts, space.floors)
         floor_kernel[(count,)](*given, *found, *written, vocab_size, **sizes, CHUNK=_CHUNK, num_warps=16)
     scored = (space.floors, space.scores, space.buckets)
-    _score_kernel[(count, parts)](*given, *scored, vocab_size, PART=part, IS_WIDE=is_wide, num_warps=2)
+    _score_kernel[(count, parts)](*given, *scored, vocab_size, PART=part, IS_WIDE=is_wide, num_warps=4)
     _join_kernel[(count,)](*given, *scored, vocab_size, **sizes, IS_WIDE=is_wide, num_warps=2)
 
 
