@@ -12,7 +12,7 @@ Life of a request here (`components.decode_requests` keeps the books):
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from components import rules
 from components.engine_worker import ExchangeWorker
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 class DecodeOptions(DisaggOptions, frozen=True, kw_only=True):
     """Options of the decode worker."""
+
+    gpu_itl_budget_ms: ClassVar[float | None] = 20.0
 
     max_local_prefill_length: Annotated[int, option("uncached prompt tokens up to which it prefills itself")] = 16
     watch_prefill_queue: Annotated[

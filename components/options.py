@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from graph import Options, option
 
@@ -55,6 +55,11 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     max_num_batched_tokens: Annotated[
         int | None, option("tokens computed in one step, the prefill chunk; unset: by device")
     ] = None
+    itl_budget_ms: Annotated[
+        float | None,
+        option("longest step that prompts' chunks may make of one with decodes; unset: 20 on decode's GPU, else any"),
+    ] = None
+    gpu_itl_budget_ms: ClassVar[float | None] = None  # what unset means on a GPU
     enable_prefix_caching: bool = True
     hang_timeout_s: Annotated[
         float, option("an engine that computes no token for so long is replaced; must exceed its longest step")

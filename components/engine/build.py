@@ -44,12 +44,16 @@ def build_engine(
     max_num_seqs = min(options.max_num_seqs, max(1, batched_tokens // 2))
     if max_num_seqs < options.max_num_seqs:
         log.info("steps of %d tokens hold %d of max_num_seqs=%d", batched_tokens, max_num_seqs, options.max_num_seqs)
+    budget_ms = options.itl_budget_ms
+    if budget_ms is None and runner.region.memory == "VRAM":
+        budget_ms = options.gpu_itl_budget_ms
     config = EngineConfig(
         hash_unit=options.hash_unit or options.block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched_tokens,
         max_waiting=options.max_waiting,
         enable_prefix_caching=options.enable_prefix_caching,
+        itl_budget_s=None if budget_ms is None else budget_ms / 1e3,
     )
     return Engine(runner, config, on_report)
 

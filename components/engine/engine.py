@@ -45,8 +45,9 @@ from components.engine.batch import assemble
 from components.engine.book import Book
 from components.engine.commands import Commands
 from components.engine.outputs import EngineRequest, StepReport, StepStats
+from components.engine.pace import Pace
 from components.engine.runner import Launched, Runner
-from components.engine.scheduler import Limits, Work, schedule
+from components.engine.scheduler import Work, schedule
 from components.engine.sequence import Phase
 from components.engine.sequence import Sequence as SequenceState
 from components.kv.pool import BlockPool
@@ -66,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     max_waiting: int
     enable_prefix_caching: bool = True
+    itl_budget_s: float | None = None  # longest step that prompts may make of one with decodes
 
 
 class _Airborne(msgspec.Struct, frozen=True):
@@ -87,7 +89,7 @@ class Engine:
         self.runner = runner
         self.config = config
         self._on_report = on_report
-        self._limits = Limits(config.max_num_seqs, config.max_num_batched_tokens)
+        self._pace = Pace(config.max_num_seqs, config.max_num_batched_tokens, config.itl_budget_s)
         self._pool = BlockPool(runner.num_blocks)
         self._book = Book(
             self._pool,
@@ -195,7 +197,7 @@ class Engine:
         if self._airborne is not None and self._must_land_first:
             self._land_last()
             return True  # whoever has come meanwhile is in the next plan
-        plan = schedule(self._book.queues, self._pool, self._limits)
+        plan = schedule(self._book.queues, self._pool, self._pace.limits)
         self._book.apply(plan)
         before, is_lending = self._airborne, any(a.phase is Phase.RESERVED for a in plan.admitted)
         if before is None or not is_lending:
@@ -251,7 +253,9 @@ class Engine:
         else:
             self._num_failures = 0
             self._book.landed(airborne.work, sampled)
-        self._report(self._stats(airborne))
+        stats = self._stats(airborne)
+        self._pace.landed(airborne.work, stats.duration_s)
+        self._report(stats)
 
     def _stats(self, airborne: _Airborne) -> StepStats:
         started_s, self._landed_s = max(airborne.started_s, self._landed_s), time.monotonic()

@@ -29,6 +29,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prompt_tokens: int  # of prompts, where there are decodes: see `pace.py`
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -75,6 +76,7 @@ def schedule(queues: Queues, pool: BlockPool, limits: Limits) -> Plan:
     """What to do in the next step. Changes nothing; valid until the queues or the pool change."""
     draft = _Draft(queues, pool, limits)
     draft.plan_decodes()
+    draft.keep_pace()
     draft.plan_chunks()
     if not draft.preempted:
         draft.plan_admissions()
@@ -89,6 +91,7 @@ class _Draft:
         self._pool = pool
         self._free = pool.num_free
         self._budget = limits.max_num_batched_tokens
+        self._max_prompt_tokens = limits.max_prompt_tokens
         # A step must have room for a token of each running sequence, and each reserved one will run.
         num_reserved = sum(s.phase is Phase.RESERVED for s in queues.pulling)
         self._places = min(limits.max_num_seqs, limits.max_num_batched_tokens) - len(queues.running) - num_reserved
@@ -113,6 +116,11 @@ class _Draft:
                     self._free -= missing
                     self._budget -= 1  # enough for every running sequence: see `_places`
                     self.work.append(Work(sequence, length - 1, length, missing, True))
+
+    def keep_pace(self) -> None:
+        """Prompts get no more of a step with decodes than these can wait for."""
+        if self.work:
+            self._budget = min(self._budget, self._max_prompt_tokens)
 
     def plan_chunks(self) -> None:
         """Further chunks of prompts under way; their blocks are there already."""

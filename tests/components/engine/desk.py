@@ -47,7 +47,7 @@ class Desk:
         speed = FakeEngine(step_ms=0, token_ms=0)
         self.runner = FakeRunner(num_blocks=num_blocks, block_size=BLOCK, max_model_len=max_model_len, speed=speed)
         self.pool = BlockPool(num_blocks)
-        self.limits = Limits(max_num_seqs, budget)
+        self.limits = Limits(max_num_seqs, budget, budget)
         self.book = Book(
             self.pool,
             block_size=BLOCK,
