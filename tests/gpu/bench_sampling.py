@@ -1,9 +1,10 @@
 """What choosing tokens costs on the GPU, greedy and drawn, beside a step's other work.
 
-python tests/gpu/bench_sampling.py [--rows 1,8,32,128,256] [--vocab 128256]     prints one JSON object
+python tests/gpu/bench_sampling.py [--rows 1,8,32,128,256] [--vocab 128256] [--kernels]     prints one JSON object
 
 Logits are normal with deviation 2: at 0.95 their nucleus has thousands of tokens, more than a trained model's.
-`gpu_us` is the kernels' time with launches queued ahead, `host_us` what a call takes on the launching thread.
+`gpu_us` is the kernels' time with launches queued ahead, `host_us` what a call takes on the launching thread. With
+`--kernels` each kernel of a draw with top_p is timed for itself, for such logits and for flatter ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
+import triton
 
+from components.engine import sampling_kernels
+from components.engine.draw_settings import COLUMNS, DrawSettings
+from components.engine.floor_kernels import count_kernel, floor_kernel, survey_kernel
 from components.engine.gpu_sampling import GpuSampler
 from components.engine.runner import SampleRow
 from components.engine.sampling_kernels import argmax
@@ -39,8 +44,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="1,8,32,128,256")
     parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--kernels", action="store_true")
     given = parser.parse_args()
-    figures = [_measure(int(rows), given.vocab) for rows in given.rows.split(",")]
+    counts = [int(rows) for rows in given.rows.split(",")]
+    if given.kernels:
+        figures = [_kernels(rows, given.vocab, deviation) for rows in counts for deviation in (2.0, 1.28)]
+    else:
+        figures = [_measure(rows, given.vocab) for rows in counts]
     result = {"device": torch.cuda.get_device_name(), "vocab": given.vocab, "figures": figures}
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
@@ -60,6 +70,60 @@ def _measure(num_rows: int, vocab: int) -> dict[str, object]:
 
         figures[f"greedy, then {name}"] = _times(step)
     return figures
+
+
+def _kernels(num_rows: int, vocab: int, deviation: float) -> dict[str, object]:
+    """Microseconds of each kernel of a draw, in a CUDA graph of its own. The floor is that of counts already cleared."""
+    logits = torch.randn(num_rows, vocab, device="cuda").mul_(deviation).bfloat16()
+    tokens, empty = logits.argmax(-1), np.empty(0, np.int32)
+    rows = [SampleRow(i, Sampling(temperature=0.8, top_p=0.95, seed=i), 100, empty, empty) for i in range(num_rows)]
+    settings = torch.from_numpy(DrawSettings([row.sampling for row in rows], vocab).at(rows)).cuda().view(-1, COLUMNS)
+    space = sampling_kernels.DrawSpace.make(num_rows, vocab, logits.device)
+    part = space.part
+    parts = triton.cdiv(vocab, part)
+    given, found = (logits, logits.stride(0), settings, tokens), (space.masses, space.numbers)
+    sizes = {"PARTS": parts, "PADDED": triton.next_power_of_2(parts)}
+    scored, chunk = (space.floors, space.scores, space.buckets), sampling_kernels._CHUNK
+
+    def survey() -> None:
+        survey_kernel[(num_rows, parts)](*given, *found, vocab, PART=part, num_warps=4)
+
+    def floor() -> None:
+        written = (space.counts, space.floors)
+        floor_kernel[(num_rows,)](*given, *found, *written, vocab, **sizes, CHUNK=chunk, num_warps=16)
+
+    def count_and_floor() -> None:
+        count_kernel[(num_rows, parts)](*given, *found, space.counts, vocab, **sizes, PART=part, num_warps=4)
+        floor()
+
+    def score() -> None:
+        kernel = sampling_kernels._score_kernel
+        kernel[(num_rows, parts)](*given, *scored, vocab, PART=part, IS_WIDE=False, num_warps=4)
+
+    def join() -> None:
+        sampling_kernels._join_kernel[(num_rows,)](*given, *scored, vocab, **sizes, IS_WIDE=False, num_warps=2)
+
+    calls = (survey, count_and_floor, floor, score, join)
+    return {"rows": num_rows, "deviation": deviation, **{call.__name__: _graph_us(call) for call in calls}}
+
+
+def _graph_us(call: Callable[[], None]) -> float:
+    """The median time of a call's kernels, captured."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    times = []
+    for _ in range(_ROUNDS):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after) * 1e3)
+    return round(statistics.median(times), 1)
 
 
 def _times(call: Callable[[], None]) -> dict[str, float]:
