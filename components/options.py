@@ -57,7 +57,7 @@ class WorkerOptions(Options, frozen=True, kw_only=True):
     ] = None
     itl_budget_ms: Annotated[
         float | None,
-        option("longest step that prompts' chunks may make of one with decodes; unset: 20 on decode's GPU, else any"),
+        option("longest step that prompts' chunks may make of one with decodes; 0: any; unset: 20 on decode's GPU"),
     ] = None
     gpu_itl_budget_ms: ClassVar[float | None] = None  # what unset means on a GPU
     enable_prefix_caching: bool = True

@@ -34,6 +34,13 @@ def hash_unit_faults(node: NodeView) -> Iterable[str]:
         )
 
 
+def budget_faults(node: NodeView) -> Iterable[str]:
+    """A time that a step may take is one."""
+    budget_ms = node.options["itl_budget_ms"]
+    if isinstance(budget_ms, int | float) and budget_ms < 0:
+        yield f"node '{node.name}' has itl_budget_ms={budget_ms:g}; it must be at least 0, which bounds nothing"
+
+
 def rank_faults(node: NodeView) -> Iterable[str]:
     """What cannot be divided among ranks."""
     if node.tp > 1 and node.options.get("engine") == "fake":

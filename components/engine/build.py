@@ -53,7 +53,7 @@ def build_engine(
         max_num_batched_tokens=batched_tokens,
         max_waiting=options.max_waiting,
         enable_prefix_caching=options.enable_prefix_caching,
-        itl_budget_s=None if budget_ms is None else budget_ms / 1e3,
+        itl_budget_s=budget_ms / 1e3 if budget_ms else None,
     )
     return Engine(runner, config, on_report)
 

@@ -15,9 +15,9 @@ import torch
 
 from components.engine.flash import FlashStep
 from components.engine.fused_cuda import CudaDecoder
+from components.engine.packing import FIELDS
 
 _SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-FIELDS = 4  # ids, feeds, positions, slots, each as long as the step is padded to
 
 
 class ChunkGraphs:

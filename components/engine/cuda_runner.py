@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from components.engine.attention import KVPool
-from components.engine.chunk_graphs import FIELDS, ChunkGraphs, pad
+from components.engine.chunk_graphs import ChunkGraphs, pad
 from components.engine.flash import FlashAttention, FlashStep, Tables
 from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import GpuSampler, LogprobCopy
 from components.engine.graphs import DecodeGraphs
 from components.engine.memory import num_pool_blocks
+from components.engine.packing import FIELDS, most_blocks
 from components.engine.runner import Batch, KVRegion, Launched, Sampled, SampleRow
 from components.engine.sampling import adjust
 from components.engine.staging import Staging
@@ -31,6 +32,7 @@ from components.options import WorkerOptions
 
 GPU_BATCHED_TOKENS = 8_192
 _MAX_GRAPH_BATCH = 512
+_ALIGNED = 4  # fields begin at multiples of 16 bytes, for which Triton compiles kernels of their own
 _FIXED_BYTES = 3 << 30  # FlashInfer's workspace, graphs, cuBLAS, fragmentation
 _DRAW_BYTES = 280_000  # of a sampled row: see `DrawSpace`
 
@@ -50,16 +52,16 @@ class CudaRunner:
         self._model = loaded.model
         self.layout, self.max_model_len = loaded.layout, loaded.max_model_len
         self.vocab_size: int = config.vocab_size
-        max_tokens = options.max_num_batched_tokens or GPU_BATCHED_TOKENS
+        max_tokens = self._max_tokens = options.max_num_batched_tokens or GPU_BATCHED_TOKENS
         reserved = _reserved_bytes(config, loaded.layout.dtype, max_tokens, options.max_num_seqs)
         self.num_blocks = num_pool_blocks(
             options, self.layout, device, gpu_share=loaded.gpu_share, reserved_bytes=reserved
         )
         self._pool = KVPool(self.layout, self.num_blocks, device, num_spare=1)
         self._attention = FlashAttention(self._pool, config.num_attention_heads)
-        max_blocks = options.max_num_seqs * -(-self.max_model_len // self.layout.block_size)
-        max_blocks = min(max_blocks, 4 * self.num_blocks) + options.max_num_seqs
-        self._staging = Staging(4 * max_tokens + options.max_num_seqs + max_blocks, torch.int32, device)
+        max_blocks = most_blocks(options.max_num_seqs, self.max_model_len, self.layout.block_size)
+        room = FIELDS * (max_tokens + _ALIGNED) + options.max_num_seqs + max_blocks
+        self._staging = Staging(room, torch.int32, device)
         self._sampler = GpuSampler(options.max_num_seqs, self.vocab_size, device)
         self._last_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=device)
         self._results = [
@@ -126,7 +128,7 @@ class CudaRunner:
         fields = (batch.input_ids, feeds, batch.positions, batch.slot_mapping.astype(np.int32))
         size = self._chunk_graphs.size_for(count) if self._chunk_graphs is not None else None
         spare_slot = self._pool.num_blocks * self.layout.block_size
-        head = pad(fields, size or count, spare_slot)
+        head = pad(fields, size or -(-count // _ALIGNED) * _ALIGNED, spare_slot)
         sent = self._staging.send(np.concatenate((head, kept, batch.blocks)).astype(np.int32, copy=False))
         kept_rows, blocks = sent[len(head) : len(head) + len(kept)], sent[len(head) + len(kept) :]
         given, fed, positions, slots = sent[: len(head)].view(FIELDS, -1)[:, :count]
@@ -174,11 +176,14 @@ class CudaRunner:
         self._chunk_graphs.capture(self._last_tokens, report)
 
     def _warm_up(self, report: Callable[[str], None]) -> None:
-        """One prompt with a draw of each kind, so that no request waits for a compiler."""
+        """Prompts with a draw of each kind, and one that no graph holds, so that no request waits for a compiler."""
         report("warming up")
         plain = Sampling(temperature=1.0, top_p=0.9, logprobs=1)
-        for sampling in (plain, msgspec.structs.replace(plain, logit_bias=((0, 1.0),))):  # the latter in float32
-            self.execute(_trial_batch(self._pool.num_blocks, self.layout.block_size, sampling))
+        biased = msgspec.structs.replace(plain, logit_bias=((0, 1.0),))  # its logits become float32
+        sizes = self._chunk_graphs.sizes if self._chunk_graphs is not None else []
+        longest = min((sizes or [1])[-1] + 1, self._max_tokens, self.max_model_len)
+        for num_tokens, sampling in ((2, plain), (2, biased), (longest, plain)):
+            self.execute(_trial_batch(num_tokens, self._pool.num_blocks, self.layout.block_size, sampling))
 
 
 class _Step:
@@ -196,18 +201,18 @@ class _Step:
         return Sampled(self._tokens.numpy().astype(np.int32), self._logprobs.result() if self._logprobs else ())
 
 
-def _trial_batch(block: int, block_size: int, sampling: Sampling) -> Batch:
-    """A step of one prompt of two tokens."""
-    empty = np.empty(0, np.int32)
+def _trial_batch(num_tokens: int, block: int, block_size: int, sampling: Sampling) -> Batch:
+    """A step of one prompt, all of it in one block."""
+    empty, num_blocks = np.empty(0, np.int32), -(-num_tokens // block_size)
     return Batch(
-        input_ids=np.zeros(2, np.int32),
-        positions=np.arange(2, dtype=np.int32),
-        cu_seqlens_q=np.array([0, 2], np.int32),
-        seq_lens=np.array([2], np.int32),
-        blocks=np.array([block], np.int32),
-        cu_blocks=np.array([0, 1], np.int32),
-        slot_mapping=np.arange(2, dtype=np.int64) + block * block_size,
-        samples=(SampleRow(0, sampling, 2, empty, empty),),
+        input_ids=np.zeros(num_tokens, np.int32),
+        positions=np.arange(num_tokens, dtype=np.int32),
+        cu_seqlens_q=np.array([0, num_tokens], np.int32),
+        seq_lens=np.array([num_tokens], np.int32),
+        blocks=np.full(num_blocks, block, np.int32),
+        cu_blocks=np.array([0, num_blocks], np.int32),
+        slot_mapping=np.arange(num_tokens, dtype=np.int64) % block_size + block * block_size,
+        samples=(SampleRow(0, sampling, num_tokens, empty, empty),),
     )
 
 

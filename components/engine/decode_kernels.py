@@ -14,6 +14,7 @@ import triton.language as tl
 from components.engine.layer_kernels import rotated, scale_of, scaled
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-1e30)  # below all scores, and unlike -inf equal to itself in a difference
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -39,27 +40,12 @@ def decode_kernel(
             token + first_value, scale, bias + first_value, q_norm, angles, norm_eps, dims, DIM, BIAS, NORM
         )
         queries = queries.to(pool.dtype.element_ty)
-        best = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        mixed = tl.zeros([ROWS, DIM], tl.float32)
-        table = blocks + tl.load(cu_blocks + sequence)
         first = begin + part * tiles_each * TOKENS
         stop = tl.minimum(first + tiles_each * TOKENS, position)
-        across = tl.arange(0, DIM)
-        for start in range(first, stop, TOKENS):
-            at = start + tl.arange(0, TOKENS)
-            block = tl.load(table + at // BLOCK, mask=at < stop, other=0)
-            piece = _piece(block, head, layer, at % BLOCK, NUM_LAYERS, KV_HEADS, BLOCK)
-            keys = tl.load(pool + piece[None, :] * DIM + across[:, None], mask=(at < stop)[None, :], other=0.0)
-            values = pool + (piece + BLOCK)[:, None] * DIM + across[None, :]
-            scores = _capped(tl.dot(queries, keys), scaling, CAP)
-            is_seen = (at < stop) & (at > position - WINDOW) if WINDOW > 0 else at < stop
-            scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            values = tl.load(values, mask=(at < stop)[:, None], other=0.0)
-            best, faded = _raised(best, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - best[:, None])
-            mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None])
-            total = total * faded + tl.sum(weights, axis=1)
+        best, total, mixed = _over_blocks(
+            queries, pool, blocks + tl.load(cu_blocks + sequence), first, stop, position, head, layer, scaling,
+            NUM_LAYERS, KV_HEADS, ROWS, DIM, BLOCK, TOKENS, WINDOW, CAP,
+        )  # fmt: skip
         if part == num_parts - 1:  # the new token, which no block needs to be read for
             key, value = _write_newest(
                 token, bias, scale, pool, k_norm, angles, norm_eps, tl.load(slots + sequence), head, layer, NUM_LAYERS,
@@ -80,6 +66,34 @@ def decode_kernel(
             if tl.atomic_add(arrived + place, 1, sem="acq_rel") == num_parts - 1:
                 tl.store(arrived + place, 0)
                 _join(sums, marks, ends, place * PARTS, num_parts, GROUP, ROWS, DIM)
+
+
+@triton.jit
+def _over_blocks(
+    queries, pool, table, first, stop, position, head, layer, scaling, NUM_LAYERS: tl.constexpr,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Attends over tokens [first, stop): highest scores, sums of weights, and weighted sums of values."""
+    best = tl.full([ROWS], _LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIM], tl.float32)
+    across = tl.arange(0, DIM)
+    for start in range(first, stop, TOKENS):
+        at = start + tl.arange(0, TOKENS)
+        block = tl.load(table + at // BLOCK, mask=at < stop, other=0)
+        piece = _piece(block, head, layer, at % BLOCK, NUM_LAYERS, KV_HEADS, BLOCK)
+        keys = tl.load(pool + piece[None, :] * DIM + across[:, None], mask=(at < stop)[None, :], other=0.0)
+        values = pool + (piece + BLOCK)[:, None] * DIM + across[None, :]
+        scores = _capped(tl.dot(queries, keys), scaling, CAP)
+        is_seen = (at < stop) & (at > position - WINDOW) if WINDOW > 0 else at < stop
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        values = tl.load(values, mask=(at < stop)[:, None], other=0.0)
+        best, faded = _raised(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - best[:, None])
+        mixed = tl.dot(weights.to(values.dtype), values, mixed * faded[:, None])
+        total = total * faded + tl.sum(weights, axis=1)
+    return best, total, mixed
 
 
 @triton.jit
@@ -142,7 +156,7 @@ def _leave(sums, marks, part, mixed, best, total, ROWS: tl.constexpr, DIM: tl.co
 @triton.jit
 def _join(sums, marks, ends, first, num_parts, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
     """The softmax over all parts from those of each."""
-    best = tl.full([ROWS], float("-inf"), tl.float32)
+    best = tl.full([ROWS], _LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM], tl.float32)
     for part in range(num_parts):

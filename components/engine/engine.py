@@ -43,9 +43,9 @@ import msgspec
 
 from components.engine.batch import assemble
 from components.engine.book import Book
+from components.engine.chunk_budget import ChunkBudget
 from components.engine.commands import Commands
 from components.engine.outputs import EngineRequest, StepReport, StepStats
-from components.engine.pace import Pace
 from components.engine.runner import Launched, Runner
 from components.engine.scheduler import Work, schedule
 from components.engine.sequence import Phase
@@ -89,7 +89,7 @@ class Engine:
         self.runner = runner
         self.config = config
         self._on_report = on_report
-        self._pace = Pace(config.max_num_seqs, config.max_num_batched_tokens, config.itl_budget_s)
+        self._chunk_budget = ChunkBudget(config.max_num_seqs, config.max_num_batched_tokens, config.itl_budget_s)
         self._pool = BlockPool(runner.num_blocks)
         self._book = Book(
             self._pool,
@@ -197,7 +197,7 @@ class Engine:
         if self._airborne is not None and self._must_land_first:
             self._land_last()
             return True  # whoever has come meanwhile is in the next plan
-        plan = schedule(self._book.queues, self._pool, self._pace.limits)
+        plan = schedule(self._book.queues, self._pool, self._chunk_budget.limits)
         self._book.apply(plan)
         before, is_lending = self._airborne, any(a.phase is Phase.RESERVED for a in plan.admitted)
         if before is None or not is_lending:
@@ -254,7 +254,8 @@ class Engine:
             self._num_failures = 0
             self._book.landed(airborne.work, sampled)
         stats = self._stats(airborne)
-        self._pace.landed(airborne.work, stats.duration_s)
+        if not self._num_failures:
+            self._chunk_budget.landed(airborne.work, stats.duration_s)
         self._report(stats)
 
     def _stats(self, airborne: _Airborne) -> StepStats:

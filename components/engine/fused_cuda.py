@@ -70,10 +70,16 @@ class CudaDecoder:
 
     def _decode_many(self, layer: FusedLayer, heads: Heads, residual: torch.Tensor, step: DecodeTables) -> None:
         eps, qkv, gate_up = layer.attention_norm.eps, layer.qkv, layer.gate_up
-        joined = torch.mm(residual, qkv.weight.t())
-        attended = self._attention.attend(joined, qkv.bias, layer.index, heads, step, source=residual, eps=eps)
+        x, source = _product_input(residual, layer.attention_norm)
+        joined = torch.mm(x, qkv.weight.t())
+        attended = self._attention.attend(joined, qkv.bias, layer.index, heads, step, source=source, eps=eps)
         _add_product(residual, attended, layer.o)
-        _add_product(residual, _gated(residual, gate_up, layer.mlp_norm.eps), layer.down)
+        if takes(len(residual), gate_up.weight):
+            activated = gated(residual, gate_up.weight, gate_up.bias, layer.mlp_norm.eps)
+        else:
+            x, source = _product_input(residual, layer.mlp_norm)
+            activated = silu_mul(torch.mm(x, gate_up.weight.t()), source, gate_up.bias, layer.mlp_norm.eps)
+        _add_product(residual, activated, layer.down)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, step: PagedStep) -> torch.Tensor:
         """Hidden states before the last norm, (tokens, size), of any step; keys and values go into `slots`."""
@@ -94,9 +100,9 @@ class CudaDecoder:
     ) -> torch.Tensor:
         """A layer up to its queries, (tokens, heads, head_dim), in `queries` if given; writes keys and values."""
         layer, heads = self.layers[index], self._heads[index]
-        scales = row_scales(residual, layer.attention_norm.eps)
+        x, scales = _chunk_input(residual, layer.attention_norm)
         return rotary_write(
-            torch.mm(residual, layer.qkv.weight.t()),
+            torch.mm(x, layer.qkv.weight.t()),
             scales,
             layer.qkv.bias,
             self._pool,
@@ -113,9 +119,9 @@ class CudaDecoder:
         """The rest of a layer, added to the residual in place."""
         layer = self.layers[index]
         _add_product(residual, attended.flatten(1), layer.o)
-        eps = layer.mlp_norm.eps
-        joined = torch.mm(residual, layer.gate_up.weight.t())
-        _add_product(residual, silu_mul(joined, row_scales(residual, eps), layer.gate_up.bias, eps), layer.down)
+        x, scales = _chunk_input(residual, layer.mlp_norm)
+        joined = torch.mm(x, layer.gate_up.weight.t())
+        _add_product(residual, silu_mul(joined, scales, layer.gate_up.bias, layer.mlp_norm.eps), layer.down)
 
     def norm(self, residual: torch.Tensor) -> torch.Tensor:
         """The last norm."""
@@ -148,11 +154,22 @@ def _add_product(residual: torch.Tensor, x: torch.Tensor, linear: torch.nn.Linea
     residual.addmm_(x, linear.weight.t())
 
 
-def _gated(residual: torch.Tensor, gate_up: torch.nn.Linear, eps: float) -> torch.Tensor:
-    """silu(gate) * up of the normed residual."""
-    if takes(len(residual), gate_up.weight):
-        return gated(residual, gate_up.weight, gate_up.bias, eps)
-    return silu_mul(torch.mm(residual, gate_up.weight.t()), residual, gate_up.bias, eps)
+def _product_input(residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What is multiplied where a norm was folded, and what the product's rows are to be scaled by the norm of.
+
+    The residual, as it is; in float16, whose products would overflow where the residual is large, it is normed first.
+    """
+    if residual.dtype is torch.float16:
+        return rms_norm(residual, norm.weight, norm.eps), None
+    return residual, residual
+
+
+def _chunk_input(residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with the scales themselves, (tokens,) of float32."""
+    x, source = _product_input(residual, norm)
+    if source is None:
+        return x, torch.ones(len(x), dtype=torch.float32, device=x.device)
+    return x, row_scales(source, norm.eps)
 
 
 def _heads(layer: FusedLayer) -> Heads:

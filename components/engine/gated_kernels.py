@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_ROWS = 32
 _OUTPUTS, _INPUTS = 64, 128  # of one program, and at a time
+_MAJOR_VERSIONS = (9, 10)  # compute capabilities with the copy engine and 160 kB of shared memory for a program
 
 
 @triton.jit
@@ -46,6 +47,8 @@ def _gated_kernel(
 def takes(rows: int, weight: torch.Tensor) -> bool:
     """Whether the kernel is for so many rows and a weight, (2 * width, size), of this shape."""
     double, size = weight.shape
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] not in _MAJOR_VERSIONS:
+        return False
     return 1 < rows <= MAX_ROWS and size % _INPUTS == 0 and double % (2 * _OUTPUTS) == 0
 
 

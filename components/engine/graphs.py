@@ -24,22 +24,22 @@ class DecodeGraphs:
     """All captured batch sizes of one decoder."""
 
     def __init__(self, decoder: CudaDecoder, pool: KVPool, *, max_batch: int, vocab_size: int, max_blocks: int) -> None:
-        """`max_blocks` bounds the block tables of a step together; the pool's last block is the spare one."""
+        """`max_blocks` bounds the block tables of a step together; the pool's block `num_blocks` is the spare one."""
         self._decoder = decoder
         self._max_batch = max_batch
+        self._sizes = bucket_sizes(max_batch)
         self._block_size = pool.layout.block_size
         self._spare_block = pool.num_blocks
         device = pool.blocks.device
-        self._staging = Staging(packed_size(max_batch, max_blocks), torch.int32, device)
+        self._staging = Staging(packed_size(max_batch, max_blocks + max_batch), torch.int32, device)
         self.logits = torch.empty((max_batch, vocab_size), dtype=pool.blocks.dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self, last_tokens: torch.Tensor, on_progress: Callable[[str], None]) -> None:
         """Captures all sizes, the largest first, whose memory the others share. `last_tokens`: see `run`."""
         memory = None
-        sizes = bucket_sizes(self._max_batch)
-        for number, size in enumerate(reversed(sizes), 1):
-            on_progress(f"capturing decode steps: {number} of {len(sizes)}")
+        for number, size in enumerate(reversed(self._sizes), 1):
+            on_progress(f"capturing decode steps: {number} of {len(self._sizes)}")
             self._send(_idle_batch(size, self._spare_block, self._block_size), size)
             self._forward(size, last_tokens)  # compiles kernels
             torch.cuda.synchronize()
@@ -59,7 +59,7 @@ class DecodeGraphs:
         The largest logits' tokens are in `last_tokens` afterwards, and those that were there before are
         what `feeds` points to.
         """
-        size = next(size for size in bucket_sizes(self._max_batch) if size >= batch.num_sequences)
+        size = next(size for size in self._sizes if size >= batch.num_sequences)
         self._send(batch, size)
         self._graphs[size].replay()
         return self.logits[: batch.num_sequences]

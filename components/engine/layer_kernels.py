@@ -170,12 +170,15 @@ def _silu_mul_kernel(
     tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor, source: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor, source: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     """silu(gate) * up of the joined (tokens, 2 * width), multiplied by each row's scale first and added to `bias`.
 
-    `source` has the scales, (tokens,) of float32, or is what they are to be made of, (tokens, size): see `row_scales`.
+    `source` has the scales, (tokens,) of float32, is what they are to be made of, (tokens, size): see `row_scales`, or
+    None where all of them are 1.
     """
     tokens, double = gate_up.shape
+    if source is None:
+        source = torch.ones(tokens, dtype=torch.float32, device=gate_up.device)
     width, is_scaled = double // 2, source.dim() == 1
     out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     size = 1 if is_scaled else source.shape[1]

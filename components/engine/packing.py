@@ -23,6 +23,11 @@ def packed_size(max_batch: int, num_blocks: int) -> int:
     return (FIELDS + 1) * max_batch + 1 + num_blocks
 
 
+def most_blocks(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Blocks in a step's tables at most: sequences may share prefixes, so that no pool's size bounds them."""
+    return max_num_seqs * -(-max_model_len // block_size)
+
+
 def pack(batch: Batch, bucket: int, max_batch: int, *, block_size: int, spare_block: int) -> Ints:
     """The numbers of a decode step as the graphs read them."""
     count = batch.num_sequences

@@ -84,7 +84,7 @@ class Launched(Protocol):
 class KVRegion(msgspec.Struct, frozen=True):
     """The KV pool's memory, for registration with a transport.
 
-    It has one block more than the pool: the last one belongs to no sequence, transfers test themselves on it.
+    It has more blocks than the pool: the last one belongs to no sequence, transfers test themselves on it.
     """
 
     address: int

@@ -29,7 +29,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_prompt_tokens: int  # of prompts, where there are decodes: see `pace.py`
+    max_prompt_tokens: int  # of prompts, where there are decodes: see `chunk_budget.py`
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -76,7 +76,7 @@ def schedule(queues: Queues, pool: BlockPool, limits: Limits) -> Plan:
     """What to do in the next step. Changes nothing; valid until the queues or the pool change."""
     draft = _Draft(queues, pool, limits)
     draft.plan_decodes()
-    draft.keep_pace()
+    draft.keep_budget()
     draft.plan_chunks()
     if not draft.preempted:
         draft.plan_admissions()
@@ -117,7 +117,7 @@ class _Draft:
                     self._budget -= 1  # enough for every running sequence: see `_places`
                     self.work.append(Work(sequence, length - 1, length, missing, True))
 
-    def keep_pace(self) -> None:
+    def keep_budget(self) -> None:
         """Prompts get no more of a step with decodes than these can wait for."""
         if self.work:
             self._budget = min(self._budget, self._max_prompt_tokens)

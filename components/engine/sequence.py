@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all but the newest token has been computed, and that one is no prompt's last."""
+        """Whether all but the newest token has been computed."""
         return len(self.tokens) - self.num_computed == 1 and self.num_computed > 0
 
     def num_blocks_for(self, num_tokens: int) -> int:

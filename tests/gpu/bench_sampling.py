@@ -73,7 +73,7 @@ def _measure(num_rows: int, vocab: int) -> dict[str, object]:
 
 
 def _kernels(num_rows: int, vocab: int, deviation: float) -> dict[str, object]:
-    """Microseconds of each kernel of a draw, in a CUDA graph of its own. The floor is that of counts already cleared."""
+    """Microseconds of each kernel of a draw, in a CUDA graph of its own; the floor is found where counts are zero."""
     logits = torch.randn(num_rows, vocab, device="cuda").mul_(deviation).bfloat16()
     tokens, empty = logits.argmax(-1), np.empty(0, np.int32)
     rows = [SampleRow(i, Sampling(temperature=0.8, top_p=0.95, seed=i), 100, empty, empty) for i in range(num_rows)]

@@ -65,8 +65,8 @@ def make_runner(tmp_path: Path) -> Iterator[Callable[..., Runner]]:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**SMALL, **settings))
         model.save_pretrained(tmp_path / name)
-        settings = {"block_size": BLOCK, "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-        made.append(make_torch_runner(WorkerOptions(model=str(tmp_path / name), device="cuda", **settings, **options)))
+        options = {"block_size": BLOCK, "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 256} | options
+        made.append(make_torch_runner(WorkerOptions(model=str(tmp_path / name), device="cuda", **options)))
         return made[-1]
 
     yield make
@@ -124,6 +124,19 @@ def test_logits_are_those_of_transformers(
                 worst = max(worst, float((ours - raw[position - 1]).abs().max()))
     assert len(sequences.seen) > 24
     assert worst < TOLERANCE[dtype]
+
+
+def test_a_step_that_no_graph_holds_is_that_of_the_graphs(make_runner: Callable[..., Runner]) -> None:
+    """570 tokens in one step go kernel by kernel, in steps of 57 through graphs."""
+    found = []
+    for chunk in (500, 50):
+        sequences = Sequences(make_runner("llama", dtype="bfloat16", max_num_batched_tokens=600), [500, 70])
+        while sequences.computed[0] < 500 or sequences.computed[1] < 70:
+            left = {i: min(chunk, len(t) - sequences.computed[i]) for i, t in enumerate(sequences.tokens)}
+            sequences.step({i: count for i, count in left.items() if sequences.computed[i] < (500, 70)[i]})
+        found.append([sequences.seen[i, length] for i, length in ((0, 500), (1, 70))])
+    for one, other in zip(*found, strict=True):
+        assert max(abs(one[token] - other[token]) for token in range(VOCAB)) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 from paged_sequences import PagedSequences
 
-from components.engine.packing import FIELDS, bucket_sizes, is_packable, pack, packed_size
+from components.engine.packing import FIELDS, bucket_sizes, is_packable, most_blocks, pack, packed_size
 from components.engine.runner import Batch
 from components.messages import Sampling
 
@@ -55,3 +55,8 @@ def test_the_largest_bucket_is_the_largest_batch() -> None:
     assert bucket_sizes(1) == [1]
     assert bucket_sizes(3) == [1, 2, 3]
     assert bucket_sizes(512)[-3:] == [448, 480, 512]
+
+
+def test_tables_that_share_a_prefix_fit_whatever_the_pool() -> None:
+    """256 sequences of 6,000 shared tokens need 96,000 numbers, though the pool has only a few thousand blocks."""
+    assert most_blocks(256, 6_100, 16) >= 256 * 382

@@ -1,4 +1,4 @@
-"""The pace: prompts beside decodes stay within the budget, whatever a step's time depends on."""
+"""The chunk budget: prompts beside decodes stay within the budget, whatever a step's time depends on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from desk import make_request
 
 from components.decode import DecodeOptions
+from components.engine.chunk_budget import ChunkBudget
 from components.engine.engine import Engine, EngineConfig
 from components.engine.fake import FakeRunner, fake_generate
 from components.engine.outputs import StepReport, StepTokens
-from components.engine.pace import Pace
 from components.engine.runner import Batch, Launched
 from components.engine.scheduler import Work
 from components.engine.sequence import Sequence
@@ -36,40 +36,65 @@ COSTS: dict[str, Callable[[int], float]] = {  # of a step with 32 decodes and so
 }
 
 
+def chunk_of(budget: ChunkBudget) -> int:
+    return budget.limits.max_prompt_tokens
+
+
 @pytest.mark.parametrize("name", COSTS)
-def test_steps_come_to_fill_the_budget_and_do_not_pass_it_twice_as_far(name: str) -> None:
-    cost, pace = COSTS[name], Pace(256, MOST, BUDGET_S)
+def test_steps_come_to_fill_the_budget(name: str) -> None:
+    cost, budget = COSTS[name], ChunkBudget(256, MOST, BUDGET_S)
     for _ in range(5):
-        pace.landed(work(32, 0), cost(0))
+        budget.landed(work(32, 0), cost(0))
     took = []
     for _ in range(40):
-        tokens = pace.limits.max_prompt_tokens
+        tokens = chunk_of(budget)
         took.append(cost(tokens))
-        pace.landed(work(32, tokens), took[-1])
+        budget.landed(work(32, tokens), took[-1])
     settled = took[10:]
     least = cost(32)  # so many tokens are computed whatever the budget
     assert max(settled) <= max(1.1 * BUDGET_S, least)
     assert min(settled) >= min(0.8 * BUDGET_S, least)
 
 
-def test_a_budget_that_decodes_alone_pass_leaves_prompts_the_least() -> None:
-    pace = Pace(256, MOST, BUDGET_S)
-    pace.landed(work(32, 0), 0.030)
-    pace.landed(work(32, 200), 0.040)
-    assert pace.limits.max_prompt_tokens == 32
+def test_a_budget_that_decodes_alone_pass_still_gives_prompts_half_as_much_time() -> None:
+    budget = ChunkBudget(256, MOST, BUDGET_S)
+    cost = lambda tokens: 0.030 + tokens * 26e-6  # noqa: E731
+    for _ in range(30):
+        budget.landed(work(32, 0), cost(0))
+        budget.landed(work(32, chunk_of(budget)), cost(chunk_of(budget)))
+    assert chunk_of(budget) == pytest.approx(0.015 / 26e-6, rel=0.1)
 
 
-def test_small_chunks_say_little_about_large_ones() -> None:
-    pace = Pace(256, MOST, BUDGET_S)
-    pace.landed(work(32, 0), 0.005)
-    pace.landed(work(32, 40), 0.005)  # hidden behind the weights' time
-    assert pace.limits.max_prompt_tokens == 256
+def test_one_slow_step_is_soon_forgotten() -> None:
+    cost, budget = COSTS["each token the same"], ChunkBudget(256, MOST, BUDGET_S)
+    budget.landed(work(32, 0), cost(0))
+    for _ in range(20):
+        budget.landed(work(32, chunk_of(budget)), cost(chunk_of(budget)))
+    settled = chunk_of(budget)
+    budget.landed(work(32, 0), 0.3)
+    budget.landed(work(32, chunk_of(budget)), 0.3)
+    for _ in range(8):
+        budget.landed(work(32, chunk_of(budget)), cost(chunk_of(budget)))
+    assert chunk_of(budget) == pytest.approx(settled, rel=0.1)
+
+
+def test_small_chunks_and_prompts_alone_say_little_about_large_chunks_beside_decodes() -> None:
+    cost, budget = COSTS["free at first"], ChunkBudget(256, MOST, BUDGET_S)
+    for _ in range(20):
+        budget.landed(work(32, chunk_of(budget)), cost(chunk_of(budget)))
+    settled = chunk_of(budget)
+    budget.landed(work(0, 8_000), cost(8_000))
+    for _ in range(60):
+        budget.landed(work(32, 0), cost(0))
+        budget.landed(work(32, 16), cost(16))
+    assert chunk_of(budget) == settled
+    assert cost(settled) <= 1.1 * BUDGET_S
 
 
 def test_no_budget_bounds_nothing() -> None:
-    pace = Pace(256, MOST, None)
-    pace.landed(work(1, 4_000), 3.0)
-    assert pace.limits.max_prompt_tokens == MOST
+    budget = ChunkBudget(256, MOST, None)
+    budget.landed(work(1, 4_000), 3.0)
+    assert chunk_of(budget) == MOST
 
 
 # --- through the engine
