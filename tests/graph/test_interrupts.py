@@ -13,6 +13,7 @@ TOYS = Path(__file__).with_name("toys.py")
 
 AT_IMPORT = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from graph.__main__ import main
 
 class Interrupt:
@@ -25,6 +26,7 @@ sys.meta_path.insert(0, Interrupt())
 
 AT_CALLS = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from graph.__main__ import main
 from graph.rundir import RunDir
 
