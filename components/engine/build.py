@@ -9,7 +9,7 @@ from components.engine.engine import Engine, EngineConfig
 from components.engine.fake import FakeRunner
 from components.engine.outputs import StepReport
 from components.engine.parallel import Others, ParallelRunner, Place
-from components.engine.runner import Runner
+from components.engine.runner import GPU_BATCHED_TOKENS, Runner
 from components.options import WorkerOptions
 from graph import Context, LaunchError
 
@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 FAKE_NUM_BLOCKS = 4_096
 FAKE_MAX_MODEL_LEN = 8_192
 _CPU_BATCHED_TOKENS = 256  # a chunk of 0.4 to 0.8 s of the default model on one core
-_GPU_BATCHED_TOKENS = 8_192
 
 
 def build_engine(
@@ -39,7 +38,7 @@ def build_engine(
         runner = ParallelRunner(runner, others)
     batched_tokens = options.max_num_batched_tokens
     if batched_tokens is None:
-        batched_tokens = _GPU_BATCHED_TOKENS if runner.region.memory == "VRAM" else _CPU_BATCHED_TOKENS
+        batched_tokens = GPU_BATCHED_TOKENS if runner.region.memory == "VRAM" else _CPU_BATCHED_TOKENS
     # Decodes leave at least half of a step to prompts, so that these get on however many sequences run.
     max_num_seqs = min(options.max_num_seqs, max(1, batched_tokens // 2))
     if max_num_seqs < options.max_num_seqs:

@@ -22,7 +22,7 @@ from components.engine.gpu_sampling import GpuSampler, LogprobCopy
 from components.engine.graphs import DecodeGraphs
 from components.engine.memory import num_pool_blocks
 from components.engine.packing import FIELDS, most_blocks
-from components.engine.runner import Batch, KVRegion, Launched, Sampled, SampleRow
+from components.engine.runner import GPU_BATCHED_TOKENS, Batch, KVRegion, Launched, Sampled, SampleRow
 from components.engine.sampling import adjust
 from components.engine.staging import Staging
 from components.engine.torch_runner import Loaded
@@ -30,7 +30,6 @@ from components.kv.layout import ITEM_BYTES
 from components.messages import Sampling
 from components.options import WorkerOptions
 
-GPU_BATCHED_TOKENS = 8_192
 _MAX_GRAPH_BATCH = 512
 _ALIGNED = 4  # fields begin at multiples of 16 bytes, for which Triton compiles kernels of their own
 _FIXED_BYTES = 3 << 30  # FlashInfer's workspace, graphs, cuBLAS, fragmentation

@@ -33,6 +33,14 @@ def _bound(best, temperature, slot):
 
 
 @triton.jit
+def _part_of(row, part, best, temperature, lowest, vocab_size: tl.constexpr, PART: tl.constexpr):
+    """Logits and weights of a part of a row; behind its end -inf and 0."""
+    at = part * PART + tl.arange(0, PART)
+    values = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+    return values, quick_weights(values, best, 1.0 / temperature, lowest)
+
+
+@triton.jit
 def survey_kernel(
     logits, stride, settings, tokens, masses, numbers, vocab_size: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
@@ -41,9 +49,7 @@ def survey_kernel(
     if (top_p < 1.0) | (top_k < vocab_size):
         row = logits + place * stride
         best = tl.load(row + tl.load(tokens + place)).to(tl.float32)
-        at = part * PART + tl.arange(0, PART)
-        values = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
-        weights = quick_weights(values, best, 1.0 / temperature, lowest)
+        values, weights = _part_of(row, part, best, temperature, lowest, vocab_size, PART)
         slots = tl.arange(0, SLOTS)
         bounds = _bound(best, temperature, slots)
         mass = tl.zeros([SLOTS], tl.float32)
@@ -103,9 +109,7 @@ def count_kernel(
         _, is_cut, low, high, _, _, _ = _bracket(
             masses, numbers, index, best, temperature, top_k, top_p, PARTS, PADDED
         )  # fmt: skip
-        at = part * PART + tl.arange(0, PART)
-        values = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
-        weights = quick_weights(values, best, 1.0 / temperature, lowest)
+        values, weights = _part_of(row, part, best, temperature, lowest, vocab_size, PART)
         is_in = (weights > 0) & (values >= low) & (values < high) & is_cut
         tl.atomic_add(counts + index * NUM_VALUES + order16(values), 1, mask=is_in, sem="relaxed")
 

@@ -65,8 +65,8 @@ class CudaDecoder:
         joined = single_row(residual, qkv.weight, qkv.bias, eps=eps)
         attended = self._attention.attend(joined, None, layer.index, heads, step, source=None, eps=eps)
         single_row(attended, layer.o.weight, layer.o.bias, add_to=residual)
-        gated = single_row(residual, gate_up.weight, gate_up.bias, eps=layer.mlp_norm.eps, gated=True)
-        single_row(gated, layer.down.weight, layer.down.bias, add_to=residual)
+        activated = single_row(residual, gate_up.weight, gate_up.bias, eps=layer.mlp_norm.eps, gated=True)
+        single_row(activated, layer.down.weight, layer.down.bias, add_to=residual)
 
     def _decode_many(self, layer: FusedLayer, heads: Heads, residual: torch.Tensor, step: DecodeTables) -> None:
         eps, qkv, gate_up = layer.attention_norm.eps, layer.qkv, layer.gate_up

@@ -17,6 +17,9 @@ from components.messages import KVLayout, Sampling, TokenLogprobs
 
 Ints = npt.NDArray[np.int32]
 
+GPU_BATCHED_TOKENS = 8_192
+"""Tokens of a step on a GPU, unless the options say otherwise."""
+
 
 class SampleRow(msgspec.Struct, frozen=True, gc=False):
     """One token to choose, from the logits of the last new token of sequence `row` of the batch.
