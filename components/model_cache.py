@@ -13,18 +13,15 @@ folder that gets its name only when it is complete.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import importlib.util
 import logging
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from components.file_lock import locked
 from components.options import DEFAULT_MODEL
 from graph import LaunchError
 
@@ -80,7 +77,7 @@ def _default_model() -> Path:
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f"{DEFAULT_MODEL}.lock")) as lock:
+        with locked(folder.with_name(f"{DEFAULT_MODEL}.lock"), timeout_s=_DEADLINE_S) as lock:
             if not folder.is_dir():  # nobody else made it while we waited
                 _convert_into(folder, weights, lock)
     except OSError as error:
@@ -95,29 +92,6 @@ def _packaged_gguf() -> Path | None:
         for path in sorted(Path(location).glob("*.gguf")):
             return path
     return None
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """Holds an exclusive lock on the file; yields its descriptor, which a child may inherit."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        deadline = time.monotonic() + _DEADLINE_S
-        while not _try_lock(descriptor):
-            if time.monotonic() > deadline:
-                raise LaunchError(f"another process has held {path} for {_DEADLINE_S:.0f} s; end it and try again")
-            time.sleep(0.1)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _convert_into(folder: Path, weights: Path, lock: int) -> None:

@@ -20,6 +20,11 @@ from components.engine.packing import FIELDS
 _SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 
 
+def chunk_sizes(max_tokens: int) -> list[int]:
+    """The numbers of tokens that are captured, in rising order."""
+    return [size for size in _SIZES if size <= max_tokens]
+
+
 class ChunkGraphs:
     """All captured sizes of one decoder."""
 
@@ -27,7 +32,7 @@ class ChunkGraphs:
         """`buffer`, int32 on the device, has each step's fields at its beginning."""
         self._decoder = decoder
         self._buffer = buffer
-        self.sizes = [size for size in _SIZES if size <= max_tokens]
+        self.sizes = chunk_sizes(max_tokens)
         self._parts: dict[int, list[torch.cuda.CUDAGraph]] = {}
         like = decoder.embed(torch.zeros(self.sizes[-1] if self.sizes else 0, dtype=torch.int64, device=buffer.device))
         self._residual = torch.zeros_like(like)

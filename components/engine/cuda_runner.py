@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from components.engine.attention import KVPool
-from components.engine.chunk_graphs import ChunkGraphs, pad
+from components.engine.chunk_graphs import ChunkGraphs, chunk_sizes, pad
 from components.engine.flash import FlashAttention, FlashStep, Tables
 from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import GpuSampler, LogprobCopy
 from components.engine.graphs import DecodeGraphs
 from components.engine.memory import num_pool_blocks
-from components.engine.packing import FIELDS, most_blocks
+from components.engine.packing import FIELDS, bucket_sizes, most_blocks
+from components.engine.products import large_rows, make_products
 from components.engine.runner import GPU_BATCHED_TOKENS, Batch, KVRegion, Launched, Sampled, SampleRow
 from components.engine.sampling import adjust
 from components.engine.staging import Staging
@@ -72,7 +73,9 @@ class CudaRunner:
         with torch.inference_mode():
             if loaded.is_fused and can_decode(loaded.model, config):
                 max_batch = min(options.max_num_seqs, _MAX_GRAPH_BATCH)
-                self._decoder = CudaDecoder(loaded.model, self._pool.blocks, self.max_model_len, max_batch)
+                self._decoder = CudaDecoder(
+                    loaded.model, self._pool.blocks, self.max_model_len, max_batch, make_products(device)
+                )
                 self._prepare_graphs(max_batch, max_tokens, max_blocks, report)
             self._warm_up(report)
 
@@ -167,6 +170,8 @@ class CudaRunner:
         assert self._decoder is not None
         report("compiling attention kernels")
         self._attention.compile({layer.shape.sliding_window is not None for layer in self._decoder.layers})
+        chunk_rows = [*chunk_sizes(max_tokens), *large_rows(max_tokens)]
+        self._decoder.choose_products(bucket_sizes(max_batch), chunk_rows, report)
         self._graphs = DecodeGraphs(
             self._decoder, self._pool, max_batch=max_batch, vocab_size=self.vocab_size, max_blocks=max_blocks
         )

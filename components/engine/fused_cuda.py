@@ -9,6 +9,7 @@ factors and the rotary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from components.engine.decode_attention import DecodeAttention, DecodeTables, He
 from components.engine.fuse import FoldedRotary, FusedLayer, RMSNorm
 from components.engine.gated_kernels import gated, takes
 from components.engine.layer_kernels import rms_norm, rotary_write, row_scales, silu_mul
+from components.engine.products import Job, Products
 from components.engine.single_row_kernels import single_row
 
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not depend on the sequence's length
@@ -28,8 +30,16 @@ _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not de
 class CudaDecoder:
     """A fused transformers model from token ids to hidden states, and from those to logits."""
 
-    def __init__(self, model: PreTrainedModel, pool: torch.Tensor, max_model_len: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: torch.Tensor,
+        max_model_len: int,
+        max_sequences: int,
+        products: Products | None = None,
+    ) -> None:
         """`model` has been through `fuse_layers`, and `can_decode` said yes. Decode steps: up to `max_sequences`."""
+        self._products = products or Products()
         body: Any = model.base_model
         self._embedding: torch.Tensor = body.embed_tokens.weight
         self.layers: list[FusedLayer] = list(body.layers)
@@ -47,6 +57,18 @@ class CudaDecoder:
     def query_shape(self) -> tuple[int, int]:
         """Query heads and what each takes."""
         return self.layers[0].num_heads, self.layers[0].head_dim
+
+    def choose_products(self, decode_rows: list[int], chunk_rows: list[int], report: Callable[[str], None]) -> None:
+        """Finds the fastest products for steps of so many sequences, and of so many tokens."""
+        rows = sorted({*decode_rows, *chunk_rows} - {1})
+        kinds = [
+            ([layer.qkv.weight for layer in self.layers], False),
+            ([layer.o.weight for layer in self.layers], True),
+            ([layer.gate_up.weight for layer in self.layers], False),
+            ([layer.down.weight for layer in self.layers], True),
+        ]
+        jobs = [Job(weights, is_added, rows) for weights, is_added in kinds]
+        self._products.tune([*jobs, Job([self._head], False, decode_rows)], report)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """The residual that the first layer starts with, (tokens, size)."""
@@ -71,15 +93,15 @@ class CudaDecoder:
     def _decode_many(self, layer: FusedLayer, heads: Heads, residual: torch.Tensor, step: DecodeTables) -> None:
         eps, qkv, gate_up = layer.attention_norm.eps, layer.qkv, layer.gate_up
         x, source = _product_input(residual, layer.attention_norm)
-        joined = torch.mm(x, qkv.weight.t())
+        joined = self._products(x, qkv.weight)
         attended = self._attention.attend(joined, qkv.bias, layer.index, heads, step, source=source, eps=eps)
-        _add_product(residual, attended, layer.o)
+        self._add_product(residual, attended, layer.o)
         if takes(len(residual), gate_up.weight):
             activated = gated(residual, gate_up.weight, gate_up.bias, layer.mlp_norm.eps)
         else:
             x, source = _product_input(residual, layer.mlp_norm)
-            activated = silu_mul(torch.mm(x, gate_up.weight.t()), source, gate_up.bias, layer.mlp_norm.eps)
-        _add_product(residual, activated, layer.down)
+            activated = silu_mul(self._products(x, gate_up.weight), source, gate_up.bias, layer.mlp_norm.eps)
+        self._add_product(residual, activated, layer.down)
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, step: PagedStep) -> torch.Tensor:
         """Hidden states before the last norm, (tokens, size), of any step; keys and values go into `slots`."""
@@ -102,7 +124,7 @@ class CudaDecoder:
         layer, heads = self.layers[index], self._heads[index]
         x, scales = _chunk_input(residual, layer.attention_norm)
         return rotary_write(
-            torch.mm(x, layer.qkv.weight.t()),
+            self._products(x, layer.qkv.weight),
             scales,
             layer.qkv.bias,
             self._pool,
@@ -118,10 +140,15 @@ class CudaDecoder:
     def after_attention(self, index: int, residual: torch.Tensor, attended: torch.Tensor) -> None:
         """The rest of a layer, added to the residual in place."""
         layer = self.layers[index]
-        _add_product(residual, attended.flatten(1), layer.o)
+        self._add_product(residual, attended.flatten(1), layer.o)
         x, scales = _chunk_input(residual, layer.mlp_norm)
-        joined = torch.mm(x, layer.gate_up.weight.t())
-        _add_product(residual, silu_mul(joined, scales, layer.gate_up.bias, layer.mlp_norm.eps), layer.down)
+        joined = self._products(x, layer.gate_up.weight)
+        self._add_product(residual, silu_mul(joined, scales, layer.gate_up.bias, layer.mlp_norm.eps), layer.down)
+
+    def _add_product(self, residual: torch.Tensor, x: torch.Tensor, linear: torch.nn.Linear) -> None:
+        if linear.bias is not None:
+            residual.add_(linear.bias)
+        self._products.add(residual, x, linear.weight)
 
     def norm(self, residual: torch.Tensor) -> torch.Tensor:
         """The last norm."""
@@ -129,7 +156,7 @@ class CudaDecoder:
 
     def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of some rows of normed hidden states, (rows, vocabulary)."""
-        return torch.mm(normed, self._head.t(), out=out)
+        return self._products(normed, self._head, out)
 
 
 def can_decode(model: PreTrainedModel, config: PretrainedConfig) -> bool:
@@ -146,12 +173,6 @@ def _fold(norm: RMSNorm, linear: torch.nn.Linear) -> None:
     with torch.no_grad():
         linear.weight.mul_(norm.weight)
     norm.weight = torch.nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
-
-
-def _add_product(residual: torch.Tensor, x: torch.Tensor, linear: torch.nn.Linear) -> None:
-    if linear.bias is not None:
-        residual.add_(linear.bias)
-    residual.addmm_(x, linear.weight.t())
 
 
 def _product_input(residual: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor | None]:
