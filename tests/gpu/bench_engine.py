@@ -166,12 +166,25 @@ def show(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> str:
 
 
 def profile(bench: Bench, count: int) -> str:
-    """Where the time of decode steps goes, kernel by kernel."""
+    """Where the time of a decode step goes, kernel by kernel: those behind the last kernel of a prompt."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        bench.round(count, 128, 16, GREEDY)
-    return f"decode of {count}\n" + profiler.key_averages().table(
-        sort_by="cuda_time_total", row_limit=16, max_name_column_width=70
-    )
+        bench.round(count, 128, 40, GREEDY)
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda event: event.time_range.start)
+    steps = [i for i, event in enumerate(kernels) if "_argmax_join" in event.name][-21:]  # the last one is whole, too
+    num_steps = len(steps) - 1
+    seen = kernels[steps[0] + 1 : steps[-1] + 1]
+    took_us = kernels[steps[-1]].time_range.end - kernels[steps[0]].time_range.end
+    spent: dict[str, list[float]] = {}
+    for event in seen:
+        spent.setdefault(event.name, []).append(event.time_range.end - event.time_range.start)
+    busy_us = sum(map(sum, spent.values()))
+    lines = [f"decode of {count}: {took_us / num_steps:,.0f} us a step, {1 - busy_us / took_us:.1%} between kernels"]
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:16]:
+        share = sum(times) / took_us
+        each, number = statistics.mean(times), len(times) / num_steps
+        lines.append(f"{share:7.1%} {number:7.1f} x {each:8.1f} us  {name[:100]}")
+    return "\n".join(lines)
 
 
 def _note(text: str, started_s: float) -> None:
