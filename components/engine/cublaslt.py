@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from nvmath import ComputeType, CudaDataType
-from nvmath.bindings import cublasLt
+from nvmath import CudaDataType
+from nvmath.bindings import cublas, cublasLt
 
 from components.engine.products import Algorithm, Plan, Problem
 
@@ -35,7 +35,7 @@ class _Plan:
     def __init__(self, library: CublasLt, problem: Problem) -> None:
         self._library = library
         kind = _TYPES[problem.dtype]
-        self._product = cublasLt.matmul_desc_create(ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
+        self._product = cublasLt.matmul_desc_create(cublas.ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
         transposed = np.array(_TRANSPOSED, np.int32)
         cublasLt.matmul_desc_set_attribute(
             self._product, cublasLt.MatmulDescAttribute.TRANSA, transposed.ctypes.data, transposed.nbytes
