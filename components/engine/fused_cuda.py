@@ -28,8 +28,8 @@ _FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their tables do not de
 class CudaDecoder:
     """A fused transformers model from token ids to hidden states, and from those to logits."""
 
-    def __init__(self, model: PreTrainedModel, pool: torch.Tensor, max_model_len: int, max_sequences: int) -> None:
-        """`model` has been through `fuse_layers`, and `can_decode` said yes. Decode steps: up to `max_sequences`."""
+    def __init__(self, model: PreTrainedModel, pool: torch.Tensor, max_model_len: int) -> None:
+        """`model` has been through `fuse_layers`, and `can_decode` said yes."""
         body: Any = model.base_model
         self._embedding: torch.Tensor = body.embed_tokens.weight
         self.layers: list[FusedLayer] = list(body.layers)
@@ -41,7 +41,7 @@ class CudaDecoder:
         self._head: torch.Tensor = model.lm_head.weight
         self._pool = pool
         self._tables = _rotary_tables(body.rotary_emb, max_model_len, pool.device)
-        self._attention = DecodeAttention(pool, self._tables, self.layers[0].num_heads, max_sequences)
+        self._attention = DecodeAttention(pool, self.layers[0].num_heads, self._tables)
 
     @property
     def query_shape(self) -> tuple[int, int]:
