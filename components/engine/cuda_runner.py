@@ -1,4 +1,4 @@
-"""The CUDA runner: FlashInfer attention, decode steps as CUDA graphs, sampling without waiting for the GPU.
+"""The CUDA runner: attention by kernels, decode steps as CUDA graphs, sampling without waiting for the GPU.
 
 Models that `fused_cuda.py` knows decode through graphs; all others run transformers' own forward, step by
 step, on the same attention. A step is launched and waited for later: its tokens stay on the GPU, where the
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from components.engine.attention import KVPool
+from components.engine.batch import cumulated
 from components.engine.chunk_graphs import ChunkGraphs, chunk_sizes, pad
+from components.engine.decode_attention import FEW_SEQUENCES, DecodeAttention, DecodeTables
 from components.engine.flash import FlashAttention, FlashStep, Tables
 from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import GpuSampler, LogprobCopy
@@ -23,8 +25,9 @@ from components.engine.graphs import DecodeGraphs
 from components.engine.memory import num_pool_blocks
 from components.engine.packing import FIELDS, bucket_sizes, most_blocks
 from components.engine.products import large_rows, make_products
-from components.engine.runner import GPU_BATCHED_TOKENS, Batch, KVRegion, Launched, Sampled, SampleRow
+from components.engine.runner import GPU_BATCHED_TOKENS, Batch, Ints, KVRegion, Launched, Sampled, SampleRow
 from components.engine.sampling import adjust
+from components.engine.split import Split, split
 from components.engine.staging import Staging
 from components.engine.torch_runner import Loaded
 from components.kv.layout import ITEM_BYTES
@@ -58,9 +61,10 @@ class CudaRunner:
             options, self.layout, device, gpu_share=loaded.gpu_share, reserved_bytes=reserved
         )
         self._pool = KVPool(self.layout, self.num_blocks, device, num_spare=1)
-        self._attention = FlashAttention(self._pool, config.num_attention_heads)
+        decodes = DecodeAttention(self._pool.blocks, config.num_attention_heads)
+        self._attention = FlashAttention(self._pool, config.num_attention_heads, decodes)
         max_blocks = most_blocks(options.max_num_seqs, self.max_model_len, self.layout.block_size)
-        room = FIELDS * (max_tokens + _ALIGNED) + options.max_num_seqs + max_blocks
+        room = FIELDS * (max_tokens + _ALIGNED) + 2 * (options.max_num_seqs + _ALIGNED) + max_blocks
         self._staging = Staging(room, torch.int32, device)
         self._sampler = GpuSampler(options.max_num_seqs, self.vocab_size, device)
         self._last_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=device)
@@ -73,9 +77,7 @@ class CudaRunner:
         with torch.inference_mode():
             if loaded.is_fused and can_decode(loaded.model, config):
                 max_batch = min(options.max_num_seqs, _MAX_GRAPH_BATCH)
-                self._decoder = CudaDecoder(
-                    loaded.model, self._pool.blocks, self.max_model_len, max_batch, make_products(device)
-                )
+                self._decoder = CudaDecoder(loaded.model, self._pool.blocks, self.max_model_len, make_products(device))
                 self._prepare_graphs(max_batch, max_tokens, max_blocks, report)
             self._warm_up(report)
 
@@ -123,24 +125,35 @@ class CudaRunner:
         torch.cuda.empty_cache()
 
     def _run_chunks(self, batch: Batch) -> torch.Tensor | None:
-        """Any step, kernel by kernel; logits of the sampled rows, None without any."""
+        """Any step, its attentions one by one; logits of the sampled rows, None without any."""
         count = len(batch.input_ids)
-        kept = batch.cu_seqlens_q[[row.row + 1 for row in batch.samples]] - 1
-        feeds = batch.feeds if batch.feeds is not None else np.full(count, -1, np.int32)
-        fields = (batch.input_ids, feeds, batch.positions, batch.slot_mapping.astype(np.int32))
         size = self._chunk_graphs.size_for(count) if self._chunk_graphs is not None else None
-        spare_slot = self._pool.num_blocks * self.layout.block_size
-        head = pad(fields, size or -(-count // _ALIGNED) * _ALIGNED, spare_slot)
-        sent = self._staging.send(np.concatenate((head, kept, batch.blocks)).astype(np.int32, copy=False))
-        kept_rows, blocks = sent[len(head) : len(head) + len(kept)], sent[len(head) + len(kept) :]
-        given, fed, positions, slots = sent[: len(head)].view(FIELDS, -1)[:, :count]
-        step = self._attention.plan_chunks(self._tables(batch, blocks), slots)
+        parts = split(batch, self.layout.block_size)
+        fields, cu_blocks, blocks, kept = self._send(batch, size or _aligned(count), parts)
+        given, fed, positions, slots = fields[:, :count]
+        decodes = DecodeTables(positions[: parts.num_decodes], slots[: parts.num_decodes], cu_blocks, blocks)
+        step = FlashStep(self._attention, slots, decodes, self._tables(batch, parts, blocks))
         if self._chunk_graphs is not None and size is not None:
-            return self._logits(self._chunk_graphs.run(size, count, step), kept_rows)
+            return self._logits(self._chunk_graphs.run(size, count, step), kept)
         ids = torch.where(fed >= 0, self._last_tokens[fed.clamp_min(0)], given)
         if self._decoder is None:
-            return self._run_model(ids, positions, step, kept_rows)
-        return self._logits(self._decoder.hidden(ids, positions, slots, step), kept_rows)
+            return self._run_model(ids, positions, step, kept)
+        return self._logits(self._decoder.hidden(ids, positions, slots, step), kept)
+
+    def _send(self, batch: Batch, size: int, parts: Split) -> tuple[torch.Tensor, ...]:
+        """On the device: fields (4, size), the decodes' cu_blocks, all blocks, and the rows that are sampled.
+
+        The rows come last: Triton's kernels read all others, which so begin where they are aligned.
+        """
+        feeds = batch.feeds if batch.feeds is not None else np.full(len(batch.input_ids), -1, np.int32)
+        fields = (batch.input_ids, feeds, batch.positions, batch.slot_mapping.astype(np.int32))
+        cu_blocks = np.zeros(_aligned(parts.num_decodes + 1), np.int32)
+        cu_blocks[: parts.num_decodes + 1] = batch.cu_blocks[: parts.num_decodes + 1]
+        kept = batch.cu_seqlens_q[[row.row + 1 for row in batch.samples]] - 1
+        pieces = (pad(fields, size, self._pool.num_blocks * self.layout.block_size), cu_blocks, batch.blocks, kept)
+        sent = self._staging.send(np.concatenate(pieces).astype(np.int32, copy=False))
+        head, *others = torch.split(sent, [len(piece) for piece in pieces])
+        return head.view(FIELDS, size), *others
 
     def _logits(self, hidden: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
         assert self._decoder is not None
@@ -161,10 +174,15 @@ class CudaRunner:
         logits: torch.Tensor = self._model(**inputs, logits_to_keep=kept.long()).logits[0]
         return logits
 
-    def _tables(self, batch: Batch, blocks: torch.Tensor) -> Tables:
-        last_lengths = (batch.seq_lens - 1) % self.layout.block_size + 1
-        ends = torch.from_numpy(last_lengths.astype(np.int32))
-        return Tables(torch.from_numpy(batch.cu_seqlens_q), torch.from_numpy(batch.cu_blocks), ends, blocks)
+    def _tables(self, batch: Batch, parts: Split, blocks: torch.Tensor) -> Tables | None:
+        if not parts.num_chunks:
+            return None
+        return Tables(
+            torch.from_numpy(parts.cu_seqlens_q),
+            torch.from_numpy(parts.cu_blocks),
+            torch.from_numpy(parts.last_lengths),
+            blocks[int(batch.cu_blocks[parts.num_decodes]) :],
+        )
 
     def _prepare_graphs(self, max_batch: int, max_tokens: int, max_blocks: int, report: Callable[[str], None]) -> None:
         assert self._decoder is not None
@@ -180,14 +198,21 @@ class CudaRunner:
         self._chunk_graphs.capture(self._last_tokens, report)
 
     def _warm_up(self, report: Callable[[str], None]) -> None:
-        """Prompts with a draw of each kind, and one that no graph holds, so that no request waits for a compiler."""
+        """Prompts with a draw of each kind, one that no graph holds, and few and many decodes beside one.
+
+        So no request waits for a compiler.
+        """
         report("warming up")
         plain = Sampling(temperature=1.0, top_p=0.9, logprobs=1)
         biased = msgspec.structs.replace(plain, logit_bias=((0, 1.0),))  # its logits become float32
         sizes = self._chunk_graphs.sizes if self._chunk_graphs is not None else []
         longest = min((sizes or [1])[-1] + 1, self._max_tokens, self.max_model_len)
-        for num_tokens, sampling in ((2, plain), (2, biased), (longest, plain)):
-            self.execute(_trial_batch(num_tokens, self._pool.num_blocks, self.layout.block_size, sampling))
+        trials = [(0, 2, plain), (0, 2, biased), (0, longest, plain)]
+        most_decodes = min(len(self._last_tokens), self._max_tokens)
+        trials += [(count, 2, plain) for count in (1, FEW_SEQUENCES) if count <= most_decodes]
+        for num_decodes, num_tokens, sampling in trials:
+            lengths = np.array([1] * num_decodes + [num_tokens], np.int32)
+            self.execute(_trial_batch(lengths, self._pool.num_blocks, self.layout.block_size, sampling))
 
 
 class _Step:
@@ -205,19 +230,24 @@ class _Step:
         return Sampled(self._tokens.numpy().astype(np.int32), self._logprobs.result() if self._logprobs else ())
 
 
-def _trial_batch(num_tokens: int, block: int, block_size: int, sampling: Sampling) -> Batch:
-    """A step of one prompt, all of it in one block."""
-    empty, num_blocks = np.empty(0, np.int32), -(-num_tokens // block_size)
+def _trial_batch(lengths: Ints, block: int, block_size: int, sampling: Sampling) -> Batch:
+    """A step of whole prompts, all of them in one block, of which the last chooses a token."""
+    empty, num_blocks, cu_seqlens = np.empty(0, np.int32), -(-lengths // block_size), cumulated(lengths)
+    positions = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths)
     return Batch(
-        input_ids=np.zeros(num_tokens, np.int32),
-        positions=np.arange(num_tokens, dtype=np.int32),
-        cu_seqlens_q=np.array([0, num_tokens], np.int32),
-        seq_lens=np.array([num_tokens], np.int32),
-        blocks=np.full(num_blocks, block, np.int32),
-        cu_blocks=np.array([0, num_blocks], np.int32),
-        slot_mapping=np.arange(num_tokens, dtype=np.int64) % block_size + block * block_size,
-        samples=(SampleRow(0, sampling, num_tokens, empty, empty),),
+        input_ids=np.zeros_like(positions),
+        positions=positions,
+        cu_seqlens_q=cu_seqlens,
+        seq_lens=lengths,
+        blocks=np.full(num_blocks.sum(), block, np.int32),
+        cu_blocks=cumulated(num_blocks),
+        slot_mapping=positions.astype(np.int64) % block_size + block * block_size,
+        samples=(SampleRow(len(lengths) - 1, sampling, int(lengths[-1]), empty, empty),),
     )
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
 
 
 def _reserved_bytes(config: Any, dtype: str, max_tokens: int, max_seqs: int) -> int:

@@ -1,16 +1,26 @@
-"""Attention of decode steps on CUDA: what the kernel of `decode_kernels.py` is given. Imported on CUDA hosts only."""
+"""Attention of single new tokens on CUDA: what the kernel of `decode_kernels.py` is given.
+
+    attend            a fused model's decode steps: from joined projections, keys and values written on the way
+    attend_written    any step's decodes: from queries that are ready, after keys and values are written
+
+Imported on CUDA hosts only.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
+from components.engine.attention import Shape
 from components.engine.decode_kernels import decode_kernel
 
+FEW_SEQUENCES = 64
+"""From so many on, programs take tiles of fewer tokens, which is a kernel of its own."""
+
 _PROGRAMS = 256  # about as many as keep a GPU busy; fewer sequences are attended for in more parts
-_FEW_SEQUENCES = 64
 _HEAD_ROWS = 16  # the least that a tensor core takes
 
 
@@ -36,21 +46,25 @@ class DecodeTables:
 
 
 class DecodeAttention:
-    """The kernel with one pool, and what the parts of a head leave there for the last one."""
+    """The kernel with one pool, and what the parts of a head leave there for the last one.
+
+    There are fewer than twice `_PROGRAMS` of these, whatever the number of sequences: heads of many have one part,
+    which leaves nothing (see `num_parts`).
+    """
 
     def __init__(
-        self, pool: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], num_query_heads: int, max_sequences: int
+        self, pool: torch.Tensor, num_query_heads: int, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
-        """`tables`: cosines and sines, (positions, head_dim / 2) of float32."""
+        """`rotary`, which `attend` needs: cosines and sines, (positions, head_dim / 2) of float32."""
         _, kv_heads, _, _, _, dim = pool.shape
         self._pool = pool
-        self._rotary = tables
-        self._rows = max(_HEAD_ROWS, triton.next_power_of_2(num_query_heads // kv_heads))
-        programs = max(2 * _PROGRAMS, kv_heads)
+        self._rotary = rotary
+        self._group = num_query_heads // kv_heads
+        self._rows = max(_HEAD_ROWS, triton.next_power_of_2(self._group))
         device = pool.device
-        self._sums = torch.zeros((programs, self._rows, dim), dtype=torch.float32, device=device)
-        self._marks = torch.zeros((programs, self._rows, 2), dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(max_sequences * kv_heads, dtype=torch.int32, device=device)
+        self._sums = torch.zeros((2 * _PROGRAMS, self._rows, dim), dtype=torch.float32, device=device)
+        self._marks = torch.zeros((2 * _PROGRAMS, self._rows, 2), dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
 
     def attend(
         self,
@@ -68,23 +82,46 @@ class DecodeAttention:
         `qkv` (S, (query heads + 2 kv heads) * head_dim): joined projections, to be scaled by what `source`, (S, size),
         is to be normed by, unless it is None, and added to `bias`.
         """
-        _, kv_heads, num_layers, _, block_size, dim = self._pool.shape
-        sequences = len(qkv)
-        out = torch.empty((sequences, heads.num_query_heads * dim), dtype=qkv.dtype, device=qkv.device)
+        assert self._rotary is not None
+        out = torch.empty((len(qkv), heads.num_query_heads * self._pool.shape[-1]), dtype=qkv.dtype, device=qkv.device)
         size = 1 if source is None else source.shape[1]
         q_norm, k_norm, norm_eps = heads.norms or (qkv, qkv, 0.0)
-        num_parts = self._num_parts(sequences, kv_heads)
-        decode_kernel[(sequences, kv_heads, num_parts)](
-            qkv, qkv if bias is None else bias, qkv if source is None else source, self._pool, out, self._sums,
-            self._marks, self._arrived, *self._rotary, step.positions, step.slots, step.cu_blocks, step.blocks, q_norm,
-            k_norm, norm_eps, eps, layer, heads.scaling, size, SIZE_BLOCK=triton.next_power_of_2(size),
-            NUM_LAYERS=num_layers, KV_HEADS=kv_heads, GROUP=heads.num_query_heads // kv_heads, ROWS=self._rows, DIM=dim,
-            BLOCK=block_size, TOKENS=128 if sequences < _FEW_SEQUENCES and dim <= 128 else 64, PARTS=num_parts,
+        self._launch(
+            (qkv, qkv if bias is None else bias, qkv if source is None else source), out, self._rotary, step,
+            (q_norm, k_norm, norm_eps, eps, layer, heads.scaling, size), SIZE_BLOCK=triton.next_power_of_2(size),
             WINDOW=heads.window or 0, CAP=heads.softcap or 0.0, IS_SCALED=source is None, BIAS=bias is not None,
-            NORM=heads.norms is not None, num_warps=4, num_stages=2,
+            NORM=heads.norms is not None, IS_WRITTEN=False,
         )  # fmt: skip
         return out
 
-    def _num_parts(self, sequences: int, kv_heads: int) -> int:
-        """A power of two that makes about as many programs as keep the GPU busy; one where sequences do."""
-        return int(triton.next_power_of_2(max(1, _PROGRAMS // (sequences * kv_heads))))
+    def attend_written(
+        self, layer: int, queries: torch.Tensor, shape: Shape, step: DecodeTables, out: torch.Tensor
+    ) -> None:
+        """Attends with queries, (S, query heads, head_dim), of tokens whose keys and values are written, into `out`.
+
+        Both are contiguous; `step.slots` is not read.
+        """
+        self._launch(
+            (queries, queries, queries), out, (queries, queries), step,
+            (queries, queries, 0.0, 0.0, layer, float(shape.scaling), 1), SIZE_BLOCK=1,
+            WINDOW=shape.sliding_window or 0, CAP=shape.softcap or 0.0, IS_SCALED=True, BIAS=False, NORM=False,
+            IS_WRITTEN=True,
+        )  # fmt: skip
+
+    def _launch(
+        self, rows: tuple[torch.Tensor, ...], out: torch.Tensor, rotary: tuple[torch.Tensor, ...], step: DecodeTables,
+        settings: tuple[Any, ...], **constants: Any,
+    ) -> None:  # fmt: skip
+        _, kv_heads, num_layers, _, block_size, dim = self._pool.shape
+        sequences = len(out)
+        decode_kernel[(sequences, kv_heads, num_parts(sequences, kv_heads))](
+            *rows, self._pool, out, self._sums, self._marks, self._arrived, *rotary, step.positions, step.slots,
+            step.cu_blocks, step.blocks, *settings, NUM_LAYERS=num_layers, KV_HEADS=kv_heads, GROUP=self._group,
+            ROWS=self._rows, DIM=dim, BLOCK=block_size,
+            TOKENS=128 if sequences < FEW_SEQUENCES and dim <= 128 else 64, num_warps=4, num_stages=2, **constants,
+        )  # fmt: skip
+
+
+def num_parts(sequences: int, kv_heads: int) -> int:
+    """A power of two that makes about as many programs as keep the GPU busy; one where sequences do."""
+    return int(triton.next_power_of_2(max(1, _PROGRAMS // (sequences * kv_heads))))

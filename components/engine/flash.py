@@ -1,8 +1,9 @@
-"""Paged attention by FlashInfer, on the KV layout as it is: block-major, head-outermost, strided per layer.
+"""Paged attention of any step, on the KV layout as it is: block-major, head-outermost, strided per layer.
 
-Any step goes through the prefill kernel (FA3 on Hopper), planned once a step for each kind of layer; decode steps of
-fused models have a kernel of their own (`decode_attention.py`). Kernels are compiled at first use and kept in
-FlashInfer's cache folder. Imported on CUDA hosts only.
+Prompts' chunks go through FlashInfer's prefill kernel (FA3 on Hopper), planned once a step for each kind of layer. It
+takes 128 queries at a time, so that a decode among them would cost as much as these: a step's leading decodes go
+through a kernel of our own, which needs no plan (`decode_attention.py`), and with nothing behind them FlashInfer is
+not called. Its kernels are compiled at first use and kept in its cache folder. Imported on CUDA hosts only.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from components.engine.attention import KVPool, Shape
+
+if TYPE_CHECKING:  # imports triton, whose absence `obstacle` tells
+    from components.engine.decode_attention import DecodeAttention, DecodeTables
 
 _WORKSPACE_BYTES = 512 << 20
 _PLAN_BYTES = 8 << 20
@@ -48,7 +52,7 @@ def module_arguments(
 
 
 class Tables(msgspec.Struct, frozen=True):
-    """A step's sequences for FlashInfer: how many new tokens, which blocks, how full the last one is."""
+    """A step's chunks for FlashInfer: how many new tokens, which blocks, how full the last one is."""
 
     cu_seqlens_q: torch.Tensor  # (S + 1,) of int32 on the host
     cu_blocks: torch.Tensor  # (S + 1,) of int32 on the host
@@ -62,8 +66,9 @@ class FlashAttention:
     Two, as two steps may be under way; its own, as a step plans all kinds before the first plan's copy has begun.
     """
 
-    def __init__(self, pool: KVPool, num_query_heads: int) -> None:
+    def __init__(self, pool: KVPool, num_query_heads: int, decodes: DecodeAttention) -> None:
         self.pool = pool
+        self.decodes = decodes
         device = pool.blocks.device
         self._num_query_heads = num_query_heads
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -90,10 +95,6 @@ class FlashAttention:
             ]
         for module in made:
             module.result()
-
-    def plan_chunks(self, tables: Tables, slots: torch.Tensor) -> FlashStep:
-        """A step of any mixture of sequences; `slots` (tokens,) on the device."""
-        return FlashStep(self, tables, slots)
 
     def chunk_wrapper(self, key: _Key, tables: Tables) -> Any:
         """The prefill wrapper of a kind of layer, planned for the step."""
@@ -142,12 +143,14 @@ def layer_key(shape: Shape) -> _Key:
 
 
 class FlashStep:
-    """One step through the prefill kernels; a `PagedStep`."""
+    """One step; a `PagedStep`. Its decodes come first, then its chunks."""
 
-    def __init__(self, attention: FlashAttention, tables: Tables, slots: torch.Tensor) -> None:
-        self.slots = slots
+    def __init__(
+        self, attention: FlashAttention, slots: torch.Tensor, decodes: DecodeTables, chunks: Tables | None
+    ) -> None:
+        """`slots` (tokens,) on the device; `decodes` may be none, `chunks` is None without any."""
         self._attention = attention
-        self._tables = tables
+        self._decodes, self._chunks = decodes, chunks
         self._planned: dict[_Key, Any] = {}
         block_size = attention.pool.layout.block_size
         self._block, self._offset = slots.long() // block_size, slots.long() % block_size
@@ -160,10 +163,14 @@ class FlashStep:
 
     def attend(self, layer: int, queries: torch.Tensor, shape: Shape, out: torch.Tensor | None = None) -> torch.Tensor:
         """Attends with queries, (tokens, query_heads, head_dim), over what is written; into `out` if it is given."""
-        key = layer_key(shape)
-        if key not in self._planned:
-            self._planned[key] = self._attention.chunk_wrapper(key, self._tables)
-        blocks = self._attention.pool.blocks
-        kv = (blocks[:, :, layer, 0], blocks[:, :, layer, 1])
-        attended: torch.Tensor = self._planned[key].run(queries.contiguous(), kv, out=out)
+        key, queries = layer_key(shape), queries.contiguous()
+        attended = torch.empty_like(queries) if out is None else out
+        if count := len(self._decodes.positions):
+            self._attention.decodes.attend_written(layer, queries[:count], shape, self._decodes, attended[:count])
+        if self._chunks is not None:
+            if key not in self._planned:
+                self._planned[key] = self._attention.chunk_wrapper(key, self._chunks)
+            blocks = self._attention.pool.blocks
+            kv = (blocks[:, :, layer, 0], blocks[:, :, layer, 1])
+            self._planned[key].run(queries[count:], kv, out=attended[count:])
         return attended

@@ -139,6 +139,42 @@ def test_a_step_that_no_graph_holds_is_that_of_the_graphs(make_runner: Callable[
         assert max(abs(one[token] - other[token]) for token in range(VOCAB)) < TOLERANCE["bfloat16"]
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def test_flashinfer_gets_no_decodes(
+    name: str, make_runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from components.engine.flash import FlashAttention
+
+    sequences = Sequences(make_runner(name, dtype="bfloat16"), [5, 40, 33])
+    planned: list[list[int]] = []
+    plan = FlashAttention.chunk_wrapper
+
+    def seen(attention: FlashAttention, key: Any, tables: Any) -> Any:
+        planned.append(np.diff(tables.cu_seqlens_q).tolist())
+        return plan(attention, key, tables)
+
+    monkeypatch.setattr(FlashAttention, "chunk_wrapper", seen)
+    for counts, expected in (({0: 5, 1: 20}, [5, 20]), ({0: 1, 1: 20, 2: 33}, [20, 33]), ({0: 1, 1: 1, 2: 1}, None)):
+        planned.clear()
+        sequences.step(counts)
+        assert all(lengths == expected for lengths in planned)
+        assert bool(planned) == (expected is not None)
+
+
+def test_more_decodes_than_a_graph_holds_are_those_of_graphs(make_runner: Callable[..., Runner]) -> None:
+    """515 in one step go kernel by kernel, in two steps through graphs."""
+    count, found = 515, []
+    runner = make_runner("llama", dtype="bfloat16", num_blocks=600, max_num_seqs=520, max_num_batched_tokens=4096)
+    for most in (count, 300):
+        sequences = Sequences(runner, [3 + i % 5 for i in range(count)])
+        sequences.step({i: len(tokens) for i, tokens in enumerate(sequences.tokens)})
+        for first in range(0, count, most):
+            sequences.step(dict.fromkeys(range(first, min(first + most, count)), 1))
+        found.append([sequences.seen[i, 4 + i % 5] for i in range(count)])
+    for one, other in zip(*found, strict=True):
+        assert max(abs(one[token] - other[token]) for token in range(VOCAB)) < TOLERANCE["bfloat16"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_that_samples_nothing_is_over_when_it_returns(dtype: str, make_runner: Callable[..., Runner]) -> None:
     """Its blocks are announced to whoever READs them."""
