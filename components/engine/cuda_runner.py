@@ -18,7 +18,15 @@ from components.engine.attention import KVPool
 from components.engine.batch import cumulated
 from components.engine.chunk_graphs import ChunkGraphs, chunk_sizes, pad
 from components.engine.decode_attention import FEW_SEQUENCES, DecodeAttention, DecodeTables
-from components.engine.flash import FlashAttention, FlashStep, Tables
+from components.engine.flash import (
+    LEAST_GATHERED_QUERIES,
+    MOST_GATHERED,
+    FlashAttention,
+    FlashStep,
+    SideBySide,
+    Tables,
+    should_gather,
+)
 from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import GpuSampler, LogprobCopy
 from components.engine.graphs import DecodeGraphs
@@ -27,11 +35,11 @@ from components.engine.packing import FIELDS, bucket_sizes, most_blocks
 from components.engine.products import large_rows, make_products
 from components.engine.runner import GPU_BATCHED_TOKENS, Batch, Ints, KVRegion, Launched, Sampled, SampleRow
 from components.engine.sampling import adjust
-from components.engine.split import Split, split
+from components.engine.split import Split, places, split
 from components.engine.staging import Staging
 from components.engine.torch_runner import Loaded
 from components.kv.layout import ITEM_BYTES
-from components.messages import Sampling
+from components.messages import KVLayout, Sampling
 from components.options import WorkerOptions
 
 _MAX_GRAPH_BATCH = 512
@@ -56,7 +64,7 @@ class CudaRunner:
         self.layout, self.max_model_len = loaded.layout, loaded.max_model_len
         self.vocab_size: int = config.vocab_size
         max_tokens = self._max_tokens = options.max_num_batched_tokens or GPU_BATCHED_TOKENS
-        reserved = _reserved_bytes(config, loaded.layout.dtype, max_tokens, options.max_num_seqs)
+        reserved = _reserved_bytes(config, loaded.layout, max_tokens, options.max_num_seqs)
         self.num_blocks = num_pool_blocks(
             options, self.layout, device, gpu_share=loaded.gpu_share, reserved_bytes=reserved
         )
@@ -65,6 +73,7 @@ class CudaRunner:
         self._attention = FlashAttention(self._pool, config.num_attention_heads, decodes)
         max_blocks = most_blocks(options.max_num_seqs, self.max_model_len, self.layout.block_size)
         room = FIELDS * (max_tokens + _ALIGNED) + 2 * (options.max_num_seqs + _ALIGNED) + max_blocks
+        room += MOST_GATHERED // self.layout.block_size + 1
         self._staging = Staging(room, torch.int32, device)
         self._sampler = GpuSampler(options.max_num_seqs, self.vocab_size, device)
         self._last_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=device)
@@ -129,10 +138,12 @@ class CudaRunner:
         count = len(batch.input_ids)
         size = self._chunk_graphs.size_for(count) if self._chunk_graphs is not None else None
         parts = split(batch, self.layout.block_size)
-        fields, cu_blocks, blocks, kept = self._send(batch, size or _aligned(count), parts)
+        side_by_side = self._side_by_side(parts)
+        fields, cu_blocks, blocks, sent_places, kept = self._send(batch, size or _aligned(count), parts, side_by_side)
         given, fed, positions, slots = fields[:, :count]
         decodes = DecodeTables(positions[: parts.num_decodes], slots[: parts.num_decodes], cu_blocks, blocks)
-        step = FlashStep(self._attention, slots, decodes, self._tables(batch, parts, blocks))
+        tables = self._tables(parts, blocks[int(batch.cu_blocks[parts.num_decodes]) :], side_by_side, sent_places)
+        step = FlashStep(self._attention, slots, decodes, tables)
         if self._chunk_graphs is not None and size is not None:
             return self._logits(self._chunk_graphs.run(size, count, step), kept)
         ids = torch.where(fed >= 0, self._last_tokens[fed.clamp_min(0)], given)
@@ -140,20 +151,28 @@ class CudaRunner:
             return self._run_model(ids, positions, step, kept)
         return self._logits(self._decoder.hidden(ids, positions, slots, step), kept)
 
-    def _send(self, batch: Batch, size: int, parts: Split) -> tuple[torch.Tensor, ...]:
-        """On the device: fields (4, size), the decodes' cu_blocks, all blocks, and the rows that are sampled.
+    def _side_by_side(self, parts: Split) -> Ints:
+        """The places of the chunks' blocks if their keys and values are to be gathered; else nothing."""
+        block_size = self.layout.block_size
+        num_keys = int(parts.cu_blocks[-1]) * block_size
+        is_better = should_gather(self._device, int(parts.cu_seqlens_q[-1]), num_keys)
+        return places(parts, block_size) if is_better else np.empty(0, np.int32)
 
-        The rows come last: Triton's kernels read all others, which so begin where they are aligned.
+    def _send(self, batch: Batch, size: int, parts: Split, side_by_side: Ints) -> tuple[torch.Tensor, ...]:
+        """On the device: fields (4, size), the decodes' cu_blocks, all blocks, their places, and the rows sampled.
+
+        What Triton's kernels care for the alignment of comes first.
         """
         feeds = batch.feeds if batch.feeds is not None else np.full(len(batch.input_ids), -1, np.int32)
         fields = (batch.input_ids, feeds, batch.positions, batch.slot_mapping.astype(np.int32))
         cu_blocks = np.zeros(_aligned(parts.num_decodes + 1), np.int32)
         cu_blocks[: parts.num_decodes + 1] = batch.cu_blocks[: parts.num_decodes + 1]
         kept = batch.cu_seqlens_q[[row.row + 1 for row in batch.samples]] - 1
-        pieces = (pad(fields, size, self._pool.num_blocks * self.layout.block_size), cu_blocks, batch.blocks, kept)
+        head = pad(fields, size, self._pool.num_blocks * self.layout.block_size)
+        pieces = (head, cu_blocks, batch.blocks, side_by_side, kept)
         sent = self._staging.send(np.concatenate(pieces).astype(np.int32, copy=False))
-        head, *others = torch.split(sent, [len(piece) for piece in pieces])
-        return head.view(FIELDS, size), *others
+        sent_fields, *others = torch.split(sent, [len(piece) for piece in pieces])
+        return sent_fields.view(FIELDS, size), *others
 
     def _logits(self, hidden: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
         assert self._decoder is not None
@@ -174,14 +193,20 @@ class CudaRunner:
         logits: torch.Tensor = self._model(**inputs, logits_to_keep=kept.long()).logits[0]
         return logits
 
-    def _tables(self, batch: Batch, parts: Split, blocks: torch.Tensor) -> Tables | None:
+    def _tables(
+        self, parts: Split, blocks: torch.Tensor, side_by_side: Ints, sent_places: torch.Tensor
+    ) -> Tables | None:
         if not parts.num_chunks:
             return None
+        gathered = None
+        if len(side_by_side):
+            gathered = SideBySide(sent_places, torch.from_numpy(side_by_side[parts.cu_blocks]))
         return Tables(
             torch.from_numpy(parts.cu_seqlens_q),
             torch.from_numpy(parts.cu_blocks),
             torch.from_numpy(parts.last_lengths),
-            blocks[int(batch.cu_blocks[parts.num_decodes]) :],
+            blocks,
+            gathered,
         )
 
     def _prepare_graphs(self, max_batch: int, max_tokens: int, max_blocks: int, report: Callable[[str], None]) -> None:
@@ -198,7 +223,7 @@ class CudaRunner:
         self._chunk_graphs.capture(self._last_tokens, report)
 
     def _warm_up(self, report: Callable[[str], None]) -> None:
-        """Prompts with a draw of each kind, one that no graph holds, and few and many decodes beside one.
+        """Prompts with a draw of each kind, some that no graph holds, and few and many decodes beside one.
 
         So no request waits for a compiler.
         """
@@ -206,8 +231,9 @@ class CudaRunner:
         plain = Sampling(temperature=1.0, top_p=0.9, logprobs=1)
         biased = msgspec.structs.replace(plain, logit_bias=((0, 1.0),))  # its logits become float32
         sizes = self._chunk_graphs.sizes if self._chunk_graphs is not None else []
-        longest = min((sizes or [1])[-1] + 1, self._max_tokens, self.max_model_len)
-        trials = [(0, 2, plain), (0, 2, biased), (0, longest, plain)]
+        most = min(self._max_tokens, self.max_model_len)
+        trials = [(0, 2, plain), (0, 2, biased), (0, min((sizes or [1])[-1] + 1, most), plain)]
+        trials += [(0, LEAST_GATHERED_QUERIES, plain)] if most >= LEAST_GATHERED_QUERIES else []
         most_decodes = min(len(self._last_tokens), self._max_tokens)
         trials += [(count, 2, plain) for count in (1, FEW_SEQUENCES) if count <= most_decodes]
         for num_decodes, num_tokens, sampling in trials:
@@ -250,9 +276,11 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def _reserved_bytes(config: Any, dtype: str, max_tokens: int, max_seqs: int) -> int:
+def _reserved_bytes(config: Any, layout: KVLayout, max_tokens: int, max_seqs: int) -> int:
     """Memory that steps need beside weights and pool: activations of the largest step, logits, workspaces."""
     wide: int = getattr(config, "intermediate_size", 4 * config.hidden_size)
-    per_token = (6 * config.hidden_size + 4 * wide) * ITEM_BYTES[dtype]
-    logits = max_seqs * (config.vocab_size * (2 * ITEM_BYTES[dtype] + 8) + _DRAW_BYTES)
-    return int(_FIXED_BYTES + max_tokens * per_token + logits)
+    item = ITEM_BYTES[layout.dtype]
+    per_token = (6 * config.hidden_size + 4 * wide) * item
+    gathered = 2 * MOST_GATHERED * (layout.head_stop - layout.head_start) * layout.head_dim * item
+    logits = max_seqs * (config.vocab_size * (2 * item + 8) + _DRAW_BYTES)
+    return int(_FIXED_BYTES + max_tokens * per_token + gathered + logits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from components.engine.batch import cumulated
 from components.engine.runner import Batch, Ints
 
 
@@ -28,3 +29,13 @@ def split(batch: Batch, block_size: int) -> Split:
     cu_blocks = batch.cu_blocks[count:] - batch.cu_blocks[count]
     last_lengths = (batch.seq_lens[count:] - 1) % block_size + 1
     return Split(count, batch.cu_seqlens_q[count:] - batch.cu_seqlens_q[count], cu_blocks, last_lengths)
+
+
+def places(parts: Split, block_size: int) -> Ints:
+    """Where each block's tokens begin when those of all chunks, and of what is before them, lie side by side.
+
+    (blocks + 1,): the last one is their number.
+    """
+    lengths = np.full(parts.cu_blocks[-1], block_size, np.int32)
+    lengths[parts.cu_blocks[1:] - 1] = parts.last_lengths
+    return cumulated(lengths)

@@ -99,7 +99,7 @@ class Step:
         self.flash: Any = SimpleNamespace(
             pool=SimpleNamespace(blocks=self.pool, layout=SimpleNamespace(block_size=BLOCK)),
             decodes=DecodeAttention(self.pool, heads.query),
-            chunk_wrapper=self._plan,
+            plan_chunks=self._plan,
         )
         self.planned: list[Tables] = []
 
@@ -122,10 +122,11 @@ class Step:
     def _plan(self, key: tuple[float, int | None, float | None], tables: Tables) -> Any:
         assert key == (self.shape.scaling, self.shape.sliding_window, self.shape.softcap)
         self.planned.append(tables)
-        return SimpleNamespace(run=lambda queries, kv, out: self._run(tables, queries, kv, out))
+        return lambda layer, queries, out: self._run(tables, layer, queries, out)
 
-    def _run(self, tables: Tables, queries: torch.Tensor, kv: Any, out: torch.Tensor) -> None:
-        """As FlashInfer's wrapper does."""
+    def _run(self, tables: Tables, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """As FlashInfer does it."""
+        kv = (self.pool[:, :, layer, 0], self.pool[:, :, layer, 1])
         starts, firsts = tables.cu_seqlens_q.tolist(), tables.cu_blocks.tolist()
         assert starts[-1] == len(queries) == len(out)
         for i, last in enumerate(tables.last_lengths.tolist()):

@@ -4,7 +4,7 @@ import numpy as np
 from paged_sequences import PagedSequences
 
 from components.engine.runner import Batch
-from components.engine.split import split
+from components.engine.split import places, split
 from components.messages import Sampling
 
 BLOCK = 4
@@ -49,3 +49,11 @@ def test_a_chunk_of_one_token_is_a_decode_in_front_and_a_chunk_behind_others() -
 def test_what_flashinfer_gets_is_int32() -> None:
     found = split(make_batch((3, 1), (0, 5)), BLOCK)
     assert {each.dtype for each in (found.cu_seqlens_q, found.cu_blocks, found.last_lengths)} == {np.dtype(np.int32)}
+
+
+def test_blocks_lie_side_by_side_without_gaps() -> None:
+    found = split(make_batch((3, 1), (0, 5), (6, 2), (2, 6)), BLOCK)  # chunks of 5, 8 and 8 tokens in all
+    laid = places(found, BLOCK)
+    assert laid.tolist() == [0, 4, 5, 9, 13, 17, 21]
+    assert laid[found.cu_blocks].tolist() == [0, 5, 13, 21]
+    assert laid.dtype == np.int32

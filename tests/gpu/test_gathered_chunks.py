@@ -1,0 +1,109 @@
+"""Chunks whose keys and values are gathered: the copy, and attention over it beside that over blocks.
+
+python -m pytest tests/gpu/test_gathered_chunks.py                       on a Hopper GPU
+TRITON_INTERPRET=1 python -m pytest tests/gpu/test_gathered_chunks.py    the copy alone, anywhere
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parents[1] / "components" / "engine"))
+
+from paged_sequences import PagedSequences
+
+from components.engine.attention import KVPool, Shape
+from components.engine.decode_attention import DecodeAttention, DecodeTables
+from components.engine.flash import FlashAttention, FlashStep, SideBySide, Tables, should_gather
+from components.engine.gather_kernels import gather
+from components.engine.runner import Batch
+from components.engine.split import places, split
+from components.messages import KVLayout, Sampling
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+pytestmark = [
+    pytest.mark.skipif(not IS_INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),
+]
+
+BLOCK, LAYERS, HEADS, KV_HEADS = 16, 2, 4, 2
+SHAPES = [Shape(0.1), Shape(0.1, 300), Shape(0.1, 24)]
+
+
+def make_batch(*parts: tuple[int, int]) -> Batch:
+    """Sequences of (tokens before, new tokens)."""
+    lengths = [start + count for start, count in parts]
+    num_blocks = sum(-(-length // BLOCK) for length in lengths) + 5
+    sequences = PagedSequences([[7] * length for length in lengths], block_size=BLOCK, num_blocks=num_blocks)
+    sequences.computed = [start for start, _ in parts]
+    return sequences.batch({i: count for i, (_, count) in enumerate(parts)}, Sampling(temperature=0.0))
+
+
+def on_device(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32)).to(DEVICE)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_is_gathered_is_what_lies_in_the_blocks(dim: int) -> None:
+    batch = make_batch((3, 1), (0, 5), (30, 2), (2, 62))
+    parts = split(batch, BLOCK)
+    laid = places(parts, BLOCK)
+    dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
+    pool = torch.randn(int(batch.blocks.max()) + 1, KV_HEADS, LAYERS, 2, BLOCK, dim, device=DEVICE).to(dtype)
+    sides = [torch.full((int(laid[-1]) + 1, KV_HEADS, dim), 9.0, device=DEVICE, dtype=dtype) for _ in range(2)]
+    own = batch.blocks[batch.cu_blocks[parts.num_decodes] :]
+    gather(pool, 1, on_device(own), on_device(laid), (sides[0], sides[1]))
+    for side in range(2):
+        expected = torch.cat(
+            [
+                pool[on_device(batch.table(i)).long(), :, 1, side].transpose(1, 2).flatten(0, 1)[: batch.seq_lens[i]]
+                for i in range(parts.num_decodes, batch.num_sequences)
+            ]
+        )
+        assert torch.equal(sides[side][:-1], expected)
+        assert (sides[side][-1] == 9.0).all()  # nothing goes behind the last token
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU and FlashInfer")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "parts", [[(0, 1_500)], [(0, 700), (800, 600)], [(90, 1), (70, 1), (0, 1_100), (1_000, 40)]], ids=str
+)
+@torch.inference_mode()
+def test_attention_is_the_same_as_from_blocks(parts: list[tuple[int, int]], shape: Shape) -> None:
+    batch = make_batch(*parts)
+    apart = split(batch, BLOCK)
+    laid = places(apart, BLOCK)
+    assert should_gather(DEVICE, int(apart.cu_seqlens_q[-1]), int(laid[-1]))
+    dim = 128
+    layout = KVLayout(
+        model="", dtype="bfloat16", num_layers=LAYERS, num_kv_heads=KV_HEADS, head_start=0, head_stop=KV_HEADS, head_dim=dim,
+        block_size=BLOCK,
+    )  # fmt: skip
+    pool = KVPool(layout, int(batch.blocks.max()) + 1, DEVICE)
+    pool.blocks.normal_()
+    attention = FlashAttention(pool, HEADS, DecodeAttention(pool.blocks, HEADS))
+    queries = torch.randn(len(batch.positions), HEADS, dim, device=DEVICE, dtype=torch.bfloat16)
+    count, blocks = apart.num_decodes, on_device(batch.blocks)
+    numbers = (batch.positions[:count], batch.slot_mapping[:count], batch.cu_blocks[: count + 1])
+    decodes = DecodeTables(*(on_device(each) for each in numbers), blocks)
+    outcomes = []
+    for side_by_side in (None, SideBySide(on_device(laid), torch.from_numpy(laid[apart.cu_blocks]))):
+        lengths = (torch.from_numpy(each) for each in (apart.cu_seqlens_q, apart.cu_blocks, apart.last_lengths))
+        tables = Tables(*lengths, blocks[int(batch.cu_blocks[count]) :], side_by_side)
+        step = FlashStep(attention, on_device(batch.slot_mapping), decodes, tables)
+        outcomes += [step.attend(layer, queries, shape).float() for layer in range(LAYERS)]
+    for layer in range(LAYERS):
+        torch.testing.assert_close(outcomes[layer], outcomes[LAYERS + layer], atol=1e-2, rtol=1e-2)
+    assert not torch.allclose(outcomes[0], outcomes[1], atol=0.1)
