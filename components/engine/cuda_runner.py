@@ -33,7 +33,6 @@ from components.options import WorkerOptions
 _MAX_GRAPH_BATCH = 512
 _ALIGNED = 4  # fields begin at multiples of 16 bytes, for which Triton compiles kernels of their own
 _FIXED_BYTES = 3 << 30  # FlashInfer's workspace, graphs, cuBLAS, fragmentation
-_DRAW_BYTES = 280_000  # of a sampled row: see `DrawSpace`
 
 
 class CudaRunner:
@@ -219,5 +218,5 @@ def _reserved_bytes(config: Any, dtype: str, max_tokens: int, max_seqs: int) -> 
     """Memory that steps need beside weights and pool: activations of the largest step, logits, workspaces."""
     wide: int = getattr(config, "intermediate_size", 4 * config.hidden_size)
     per_token = (6 * config.hidden_size + 4 * wide) * ITEM_BYTES[dtype]
-    logits = max_seqs * (config.vocab_size * (2 * ITEM_BYTES[dtype] + 8) + _DRAW_BYTES)
+    logits = max_seqs * config.vocab_size * (2 * ITEM_BYTES[dtype] + 8)
     return int(_FIXED_BYTES + max_tokens * per_token + logits)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from components.engine.draw_settings import COLUMNS, DrawSettings
+from components.engine.row_floor import make_row_floor
 from components.engine.runner import SampleRow
 from components.engine.sampling_kernels import DrawSpace, draw
 from components.engine.staging import Staging
@@ -17,6 +18,8 @@ class GpuSampler:
     """Draws tokens, step after step, and keeps what one step's settings have in common with the next one's."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        """Compiles the kernel that finds floors, where the device can run it."""
+        self._row_floor = make_row_floor(device)
         self._staging = Staging(COLUMNS * max_rows, torch.int64, device)
         self._space = DrawSpace.make(max_rows, vocab_size, device)
         self._settings = DrawSettings((), vocab_size)
@@ -32,7 +35,7 @@ class GpuSampler:
             self._settings = DrawSettings(samplings, self._vocab_size)
         if len(self._settings):
             sent = self._staging.send(self._settings.at(rows).reshape(-1)).view(-1, COLUMNS)
-            draw(logits, sent, tokens, self._space, is_cut=self._settings.is_cut)
+            draw(logits, sent, tokens, self._space, self._row_floor, is_cut=self._settings.is_cut)
 
 
 class LogprobCopy:
