@@ -23,7 +23,6 @@ from components.engine.graphs import DecodeGraphs
 from components.engine.memory import num_pool_blocks
 from components.engine.packing import FIELDS, most_blocks
 from components.engine.runner import GPU_BATCHED_TOKENS, Batch, KVRegion, Launched, Sampled, SampleRow
-from components.engine.sampling import adjust
 from components.engine.staging import Staging
 from components.engine.torch_runner import Loaded
 from components.kv.layout import ITEM_BYTES
@@ -101,10 +100,9 @@ class CudaRunner:
         if logits is None:
             return _Step(self._results[0][:0], None)
         tokens = self._last_tokens[: len(rows)]
-        adjusted = adjust(logits, rows)
-        if not is_graph or adjusted is not logits:
-            torch.argmax(adjusted, dim=-1, out=tokens)
-        self._sampler.draw(adjusted, rows, tokens)
+        if not is_graph:
+            torch.argmax(logits, dim=-1, out=tokens)
+        self._sampler.draw(logits, rows, tokens)
         logprobs = LogprobCopy(logits, rows, tokens)
         self._results.reverse()
         host = self._results[0][: len(rows)]
@@ -177,7 +175,7 @@ class CudaRunner:
         """Prompts with a draw of each kind, and one that no graph holds, so that no request waits for a compiler."""
         report("warming up")
         plain = Sampling(temperature=1.0, top_p=0.9, logprobs=1)
-        biased = msgspec.structs.replace(plain, logit_bias=((0, 1.0),))  # its logits become float32
+        biased = msgspec.structs.replace(plain, logit_bias=((0, 1.0),))  # whose logits become float32
         sizes = self._chunk_graphs.sizes if self._chunk_graphs is not None else []
         longest = min((sizes or [1])[-1] + 1, self._max_tokens, self.max_model_len)
         for num_tokens, sampling in ((2, plain), (2, biased), (longest, plain)):

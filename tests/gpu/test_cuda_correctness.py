@@ -221,6 +221,32 @@ def test_draws_equal_those_on_the_cpu(kind: str, num_rows: int, vocab: int) -> N
             assert tokens.tolist() == expected.tokens.tolist(), on_gpu.dtype
 
 
+@pytest.mark.parametrize("num_rows", [1, 23, 48])
+def test_rows_with_penalties_are_drawn_as_on_the_cpu(num_rows: int) -> None:
+    """They are drawn apart, from float32; each row has the token that it has alone, and that it has in float32."""
+    from components.engine.gpu_sampling import GpuSampler
+
+    logits = make_logits("normal", num_rows, 32_003)
+    sampler = GpuSampler(num_rows, 32_003, torch.device("cuda"))
+    changes: list[dict[str, Any]] = [
+        {"logit_bias": ((5, 4.0), (7, -100.0))},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"repetition_penalty": 1.25},
+        {},
+    ]
+    for position, every in ((100, 1), (101, 3), (102, 100), (103, 2)):  # all rows changed, some, one, and others
+        rows = _draw_rows(num_rows, position)
+        for i in range(0, num_rows, every):
+            changed = msgspec.structs.replace(rows[i].sampling, **changes[i // every % len(changes)])
+            output = logits[i].topk(3).indices.numpy().astype(np.int32)
+            rows[i] = msgspec.structs.replace(rows[i], sampling=changed, prompt=output[:1], output=output, banned=(9,))
+        expected: Sampled = sample(logits.float(), rows)
+        for on_gpu in (logits.to("cuda"), logits.to("cuda").float()):
+            tokens = on_gpu.argmax(-1)
+            sampler.draw(on_gpu, rows, tokens)
+            assert tokens.tolist() == expected.tokens.tolist(), (on_gpu.dtype, every)
+
+
 @pytest.mark.parametrize(
     ("kind", "num_rows", "vocab"),
     [("normal", 48, 128_256), ("normal", 24, 32_003), ("equal", 12, 10_000), ("banned", 24, 50_257)],
