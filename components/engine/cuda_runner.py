@@ -34,7 +34,6 @@ from components.engine.memory import num_pool_blocks
 from components.engine.packing import FIELDS, bucket_sizes, most_blocks
 from components.engine.products import large_rows, make_products
 from components.engine.runner import GPU_BATCHED_TOKENS, Batch, Ints, KVRegion, Launched, Sampled, SampleRow
-from components.engine.sampling import adjust
 from components.engine.split import Split, places, split
 from components.engine.staging import Staging
 from components.engine.torch_runner import Loaded
@@ -45,7 +44,6 @@ from components.options import WorkerOptions
 _MAX_GRAPH_BATCH = 512
 _ALIGNED = 4  # fields begin at multiples of 16 bytes, for which Triton compiles kernels of their own
 _FIXED_BYTES = 3 << 30  # FlashInfer's workspace, graphs, cuBLAS, fragmentation
-_DRAW_BYTES = 280_000  # of a sampled row: see `DrawSpace`
 
 
 class CudaRunner:
@@ -116,10 +114,9 @@ class CudaRunner:
         if logits is None:
             return _Step(self._results[0][:0], None)
         tokens = self._last_tokens[: len(rows)]
-        adjusted = adjust(logits, rows)
-        if not is_graph or adjusted is not logits:
-            torch.argmax(adjusted, dim=-1, out=tokens)
-        self._sampler.draw(adjusted, rows, tokens)
+        if not is_graph:
+            torch.argmax(logits, dim=-1, out=tokens)
+        self._sampler.draw(logits, rows, tokens)
         logprobs = LogprobCopy(logits, rows, tokens)
         self._results.reverse()
         host = self._results[0][: len(rows)]
@@ -229,7 +226,7 @@ class CudaRunner:
         """
         report("warming up")
         plain = Sampling(temperature=1.0, top_p=0.9, logprobs=1)
-        biased = msgspec.structs.replace(plain, logit_bias=((0, 1.0),))  # its logits become float32
+        biased = msgspec.structs.replace(plain, logit_bias=((0, 1.0),))  # whose logits become float32
         sizes = self._chunk_graphs.sizes if self._chunk_graphs is not None else []
         most = min(self._max_tokens, self.max_model_len)
         trials = [(0, 2, plain), (0, 2, biased), (0, min((sizes or [1])[-1] + 1, most), plain)]
@@ -282,5 +279,5 @@ def _reserved_bytes(config: Any, layout: KVLayout, max_tokens: int, max_seqs: in
     item = ITEM_BYTES[layout.dtype]
     per_token = (6 * config.hidden_size + 4 * wide) * item
     gathered = 2 * MOST_GATHERED * (layout.head_stop - layout.head_start) * layout.head_dim * item
-    logits = max_seqs * (config.vocab_size * (2 * item + 8) + _DRAW_BYTES)
+    logits = max_seqs * config.vocab_size * (2 * item + 8)
     return int(_FIXED_BYTES + max_tokens * per_token + gathered + logits)

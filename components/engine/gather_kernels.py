@@ -31,7 +31,7 @@ def gather(
 ) -> None:
     """Copies a layer's keys and values of some blocks to where `places` says, (tokens, kv heads, head_dim) each.
 
-    `blocks` (B,) and `places` (B + 1,) are int32: of a block, as many tokens as until the next one's place go to its own.
+    `blocks` (B,) and `places` (B + 1,) are int32: of a block, tokens up to the next one's place go to its own.
     """
     _, kv_heads, num_layers, _, block_size, dim = pool.shape
     _gather_kernel[(len(blocks), kv_heads)](

@@ -48,12 +48,17 @@ def is_greedy(sampling: Sampling) -> bool:
 # --- before temperature: bias, penalties, bans
 
 
+def changed_rows(rows: Sequence[SampleRow]) -> list[int]:
+    """The places of those whose logits a bias, a penalty or a ban changes."""
+    return [i for i, row in enumerate(rows) if not row.is_plain and (row.banned or _changes_logits(row.sampling))]
+
+
 def adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """The logits with what changes them, in float32; the input itself if no row asks for any."""
-    changed = [i for i, row in enumerate(rows) if not row.is_plain and (row.banned or _changes_logits(row.sampling))]
+    changed = changed_rows(rows)
     if not changed:
         return logits
-    adjusted = logits.float().clone()
+    adjusted = logits.to(torch.float32, copy=True)
     for i in changed:
         _adjust_row(adjusted[i], rows[i])
     return adjusted

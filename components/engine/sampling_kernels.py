@@ -1,7 +1,7 @@
 """Triton kernels that choose tokens from logits, each row spread over many programs.
 
-The algorithm and its order are those of `sampling.py`. Rows with top_k or top_p go through the kernels
-of `floor_kernels.py` first, or that of `wide_floor.py` if some penalty or bias made logits float32; then all through
+The algorithm and its order are those of `sampling.py`. Rows with top_k or top_p go through the kernel of `row_floor.py`
+first, or that of `wide_floor.py` if logits are not bfloat16, or the device cannot run the former; then all through
 
     score    parts of a row: the best of the part's buckets of 64 tokens, by weight and noise
     join     rows: the best bucket of all, and the draw within
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from components.engine.floor_kernels import NUM_VALUES, SLOTS, count_kernel, floor_kernel, survey_kernel
+from components.engine.row_floor import RowFloor
 from components.engine.sampling_math import (
     BUCKET,
     SETTINGS,
@@ -30,7 +30,6 @@ from components.engine.sampling_math import (
 from components.engine.wide_floor import wide_floor_kernel
 
 _PART = 4096
-_CHUNK = 4096
 _WIDE_TILE = 16384
 
 
@@ -79,9 +78,6 @@ def _join_kernel(
 class DrawSpace:
     """What the kernels leave for one another, for up to some number of drawn rows of one vocabulary."""
 
-    masses: torch.Tensor  # (rows, parts, slots): weight above each bound
-    numbers: torch.Tensor  # (rows, parts, slots): tokens above each bound
-    counts: torch.Tensor  # (rows, values): all zero between steps
     floors: torch.Tensor  # (rows,): the order of the smallest logit that passes
     scores: torch.Tensor  # (rows, parts): of the best bucket
     buckets: torch.Tensor  # (rows, parts): its number
@@ -90,12 +86,9 @@ class DrawSpace:
 
     @classmethod
     def make(cls, rows: int, vocab_size: int, device: torch.device, *, part: int = _PART) -> DrawSpace:
-        """Allocates them; 262 kB for each row, nearly all of it counts."""
+        """Allocates them; 12 bytes for each part of a row."""
         parts = triton.cdiv(vocab_size, part)
         return cls(
-            masses=torch.zeros((rows, parts, SLOTS.value), dtype=torch.float32, device=device),
-            numbers=torch.zeros((rows, parts, SLOTS.value), dtype=torch.int32, device=device),
-            counts=torch.zeros((rows, NUM_VALUES.value), dtype=torch.int32, device=device),
             floors=torch.zeros(rows, dtype=torch.int64, device=device),
             scores=torch.zeros((rows, parts), dtype=torch.float64, device=device),
             buckets=torch.zeros((rows, parts), dtype=torch.int32, device=device),
@@ -103,29 +96,33 @@ class DrawSpace:
         )
 
 
-def draw(logits: torch.Tensor, settings: torch.Tensor, tokens: torch.Tensor, space: DrawSpace, *, is_cut: bool) -> None:
+def draw(
+    logits: torch.Tensor,
+    settings: torch.Tensor,
+    tokens: torch.Tensor,
+    space: DrawSpace,
+    row_floor: RowFloor | None,
+    *,
+    is_cut: bool,
+) -> None:
     """Draws a token for some rows of `logits`, (rows, vocabulary), into their places in `tokens`, (rows,) of int64.
 
     `tokens` has each row's largest logit before. `settings` (drawn, 7) as `draw_settings.py` makes them;
     `is_cut` unless all of them leave top_k and top_p open.
     """
     count, vocab_size, part = len(settings), logits.shape[1], space.part
-    is_wide = logits.dtype is not torch.bfloat16
+    is_wide = row_floor is None or logits.dtype is not torch.bfloat16
     parts = triton.cdiv(vocab_size, part)
     given = (logits, logits.stride(0), settings, tokens)
-    sizes = {"PARTS": parts, "PADDED": triton.next_power_of_2(parts)}
     if not is_cut:
         space.floors[:count].zero_()
-    elif is_wide:
+    elif row_floor is None or is_wide:
         wide_floor_kernel[(count,)](*given, space.floors, vocab_size, TILE=space.wide_tile, num_warps=32)
     else:
-        found = (space.masses, space.numbers)
-        survey_kernel[(count, parts)](*given, *found, vocab_size, PART=part, num_warps=4)
-        count_kernel[(count, parts)](*given, *found, space.counts, vocab_size, **sizes, PART=part, num_warps=4)
-        written = (space.counts, space.floors)
-        floor_kernel[(count,)](*given, *found, *written, vocab_size, **sizes, CHUNK=_CHUNK, num_warps=16)
+        row_floor.find(logits, settings, tokens, space.floors)
     scored = (space.floors, space.scores, space.buckets)
     _score_kernel[(count, parts)](*given, *scored, vocab_size, PART=part, IS_WIDE=is_wide, num_warps=4)
+    sizes = {"PARTS": parts, "PADDED": triton.next_power_of_2(parts)}
     _join_kernel[(count,)](*given, *scored, vocab_size, **sizes, IS_WIDE=is_wide, num_warps=2)
 
 

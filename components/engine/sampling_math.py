@@ -13,33 +13,15 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
 
 @triton.jit
-def _ordered(values):
-    raw = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # 0.0 and -0.0 are equal
-    return (raw ^ tl.where(raw < 0, -1, -2147483648)).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
 def order32(values):
     """Integers from 0 to 2^32 - 1, as int64, that compare as the floats do."""
-    return _ordered(values).to(tl.int64)
-
-
-@triton.jit
-def order16(values):
-    """The upper 16 bits of `order32`, which say everything of a bfloat16; int32."""
-    return (_ordered(values) >> 16).to(tl.int32)
-
-
-@triton.jit
-def value16(orders):
-    """The bfloat16 of an order, as float32."""
-    upper = tl.where(orders >= 32768, orders ^ 32768, orders ^ 65535)
-    return (upper << 16).to(tl.float32, bitcast=True)
+    raw = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # 0.0 and -0.0 are equal
+    return (raw ^ tl.where(raw < 0, -1, -2147483648)).to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
 def least_passed(floor, IS_WIDE: tl.constexpr):
-    """The least logit of a floor, which is an `order32` if logits are float32, an `order16` otherwise; may be -inf."""
+    """The least logit of a floor, which is an `order32` if IS_WIDE, the upper 16 bits of one otherwise; may be -inf."""
     order = floor if IS_WIDE else (floor << 16) | 65535
     bits = (order ^ tl.where(order >= 1 << 31, 1 << 31, (1 << 32) - 1)).to(tl.uint32)
     value = (bits if IS_WIDE else bits & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -81,13 +63,6 @@ def exact_weights(row, at, vocab_size, best, temperature, lowest):
     values = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
     scaled = scale(values, best, temperature)
     return values, tl.where((scaled >= lowest) & (at < vocab_size), tl.exp(scaled), 0.0)
-
-
-@triton.jit
-def quick_weights(values, best, factor, lowest):
-    """The weights of logits, with a product for the division: masses need no more than that."""
-    scaled = (values - best) * factor
-    return tl.where((scaled >= lowest) & (values > float("-inf")), tl.exp(scaled), 0.0)
 
 
 @triton.jit

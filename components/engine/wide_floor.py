@@ -1,6 +1,7 @@
-"""A Triton kernel that finds the floor of rows of float32 logits, a program for each: those with penalties or biases.
+"""A Triton kernel that finds the floor of rows of any logits, a program for each: those that `row_floor.py` leaves.
 
-The floor is the smallest logit that min_p, top_k and top_p let pass, found bit by bit. Imported on CUDA hosts only.
+These are rows that are not bfloat16, and all rows where that kernel does not run. The floor is the smallest logit that
+min_p, top_k and top_p let pass, found bit by bit. Imported on CUDA hosts only.
 """
 
 from __future__ import annotations
@@ -8,9 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from components.engine.sampling_math import load_settings, order32, quick_weights
+from components.engine.sampling_math import load_settings, order32
 
 _BITS = tl.constexpr(32)
+
+
+@triton.jit
+def _quick_weights(values, best, factor, lowest):
+    """The weights of logits, with a product for the division: masses need no more than that."""
+    scaled = (values - best) * factor
+    return tl.where((scaled >= lowest) & (values > float("-inf")), tl.exp(scaled), 0.0)
 
 
 @triton.jit
@@ -22,7 +30,7 @@ def _mass_above(row, bound, vocab_size: tl.constexpr, best, temperature, lowest,
     for start in range(0, vocab_size, TILE):
         at = start + tl.arange(0, TILE)
         values = tl.load(row + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
-        weights = quick_weights(values, best, factor, lowest)
+        weights = _quick_weights(values, best, factor, lowest)
         is_in = (order32(values) >= bound) & (weights > 0)
         mass += tl.where(is_in, weights, 0.0)
         number += is_in.to(tl.int32)

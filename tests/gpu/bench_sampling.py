@@ -25,8 +25,8 @@ import triton
 
 from components.engine import sampling_kernels
 from components.engine.draw_settings import COLUMNS, DrawSettings
-from components.engine.floor_kernels import count_kernel, floor_kernel, survey_kernel
 from components.engine.gpu_sampling import GpuSampler
+from components.engine.row_floor import make_row_floor
 from components.engine.runner import SampleRow
 from components.engine.sampling_kernels import argmax
 from components.messages import Sampling
@@ -73,28 +73,21 @@ def _measure(num_rows: int, vocab: int) -> dict[str, object]:
 
 
 def _kernels(num_rows: int, vocab: int, deviation: float) -> dict[str, object]:
-    """Microseconds of each kernel of a draw, in a CUDA graph of its own; the floor is found where counts are zero."""
+    """Microseconds of each kernel of a draw, in a CUDA graph of its own."""
     logits = torch.randn(num_rows, vocab, device="cuda").mul_(deviation).bfloat16()
     tokens, empty = logits.argmax(-1), np.empty(0, np.int32)
     rows = [SampleRow(i, Sampling(temperature=0.8, top_p=0.95, seed=i), 100, empty, empty) for i in range(num_rows)]
     settings = torch.from_numpy(DrawSettings([row.sampling for row in rows], vocab).at(rows)).cuda().view(-1, COLUMNS)
     space = sampling_kernels.DrawSpace.make(num_rows, vocab, logits.device)
+    row_floor = make_row_floor(logits.device)
+    assert row_floor is not None, "the floors of this GPU are those of wide_floor.py"
     part = space.part
     parts = triton.cdiv(vocab, part)
-    given, found = (logits, logits.stride(0), settings, tokens), (space.masses, space.numbers)
+    given, scored = (logits, logits.stride(0), settings, tokens), (space.floors, space.scores, space.buckets)
     sizes = {"PARTS": parts, "PADDED": triton.next_power_of_2(parts)}
-    scored, chunk = (space.floors, space.scores, space.buckets), sampling_kernels._CHUNK
-
-    def survey() -> None:
-        survey_kernel[(num_rows, parts)](*given, *found, vocab, PART=part, num_warps=4)
 
     def floor() -> None:
-        written = (space.counts, space.floors)
-        floor_kernel[(num_rows,)](*given, *found, *written, vocab, **sizes, CHUNK=chunk, num_warps=16)
-
-    def count_and_floor() -> None:
-        count_kernel[(num_rows, parts)](*given, *found, space.counts, vocab, **sizes, PART=part, num_warps=4)
-        floor()
+        row_floor.find(logits, settings, tokens, space.floors)
 
     def score() -> None:
         kernel = sampling_kernels._score_kernel
@@ -103,7 +96,7 @@ def _kernels(num_rows: int, vocab: int, deviation: float) -> dict[str, object]:
     def join() -> None:
         sampling_kernels._join_kernel[(num_rows,)](*given, *scored, vocab, **sizes, IS_WIDE=False, num_warps=2)
 
-    calls = (survey, count_and_floor, floor, score, join)
+    calls = (floor, score, join)
     return {"rows": num_rows, "deviation": deviation, **{call.__name__: _graph_us(call) for call in calls}}
 
 

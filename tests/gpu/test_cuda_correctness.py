@@ -257,6 +257,66 @@ def test_draws_equal_those_on_the_cpu(kind: str, num_rows: int, vocab: int) -> N
             assert tokens.tolist() == expected.tokens.tolist(), on_gpu.dtype
 
 
+@pytest.mark.parametrize("num_rows", [1, 23, 48])
+def test_rows_with_penalties_are_drawn_as_on_the_cpu(num_rows: int) -> None:
+    """They are drawn apart, from float32; each row has the token that it has alone, and that it has in float32."""
+    from components.engine.gpu_sampling import GpuSampler
+
+    logits = make_logits("normal", num_rows, 32_003)
+    sampler = GpuSampler(num_rows, 32_003, torch.device("cuda"))
+    changes: list[dict[str, Any]] = [
+        {"logit_bias": ((5, 4.0), (7, -100.0))},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"repetition_penalty": 1.25},
+        {},
+    ]
+    for position, every in ((100, 1), (101, 3), (102, 100), (103, 2)):  # all rows changed, some, one, and others
+        rows = _draw_rows(num_rows, position)
+        for i in range(0, num_rows, every):
+            changed = msgspec.structs.replace(rows[i].sampling, **changes[i // every % len(changes)])
+            output = logits[i].topk(3).indices.numpy().astype(np.int32)
+            rows[i] = msgspec.structs.replace(rows[i], sampling=changed, prompt=output[:1], output=output, banned=(9,))
+        expected: Sampled = sample(logits.float(), rows)
+        for on_gpu in (logits.to("cuda"), logits.to("cuda").float()):
+            tokens = on_gpu.argmax(-1)
+            sampler.draw(on_gpu, rows, tokens)
+            assert tokens.tolist() == expected.tokens.tolist(), (on_gpu.dtype, every)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "vocab"),
+    [("normal", 48, 128_256), ("normal", 24, 32_003), ("equal", 12, 10_000), ("banned", 24, 50_257)],
+)
+def test_floors_of_bfloat16_are_those_of_float32(kind: str, num_rows: int, vocab: int) -> None:
+    """But for the rounding of sums: no value of the row lies between the two then."""
+    from components.engine.draw_settings import COLUMNS, DrawSettings
+    from components.engine.row_floor import make_row_floor
+    from components.engine.wide_floor import wide_floor_kernel
+
+    row_floor = make_row_floor(torch.device("cuda"))
+    if row_floor is None:
+        pytest.skip("the kernel does not run on this GPU")
+    logits, rows = make_logits(kind, num_rows, vocab).to("cuda"), _draw_rows(num_rows, 100)
+    made = DrawSettings([row.sampling for row in rows], vocab).at(rows)
+    settings, tokens = torch.from_numpy(made).to("cuda").view(-1, COLUMNS), logits.argmax(-1)
+    narrow, wide = torch.zeros(2, len(settings), dtype=torch.int64, device="cuda")
+    row_floor.find(logits, settings, tokens, narrow)
+    given = (logits, logits.stride(0), settings, tokens)
+    wide_floor_kernel[(len(settings),)](*given, wide, vocab, TILE=16_384, num_warps=32)
+    assert (narrow == wide >> 16).float().mean() > 0.9
+    for place, orders in zip(
+        made[:, 6].tolist(), zip(narrow.tolist(), (wide >> 16).tolist(), strict=True), strict=True
+    ):
+        low, high = sorted(map(_value_of, orders))
+        assert not ((logits[place] > low) & (logits[place] < high)).any()
+
+
+def _value_of(order: int) -> float:
+    """The bfloat16 of an order, as `order32` has it in its upper half; -inf below all numbers."""
+    bits = np.uint32((order ^ 0x8000 if order & 0x8000 else order ^ 0xFFFF) << 16)
+    return float(bits.view(np.float32)) if order > 0x7F else float("-inf")
+
+
 def test_draws_repeat() -> None:
     """What is counted atomically is counted the same in any order."""
     from components.engine.gpu_sampling import GpuSampler

@@ -88,9 +88,15 @@ def test_attention_is_the_same_as_from_blocks(parts: list[tuple[int, int]], shap
     assert should_gather(DEVICE, int(apart.cu_seqlens_q[-1]), int(laid[-1]))
     dim = 128
     layout = KVLayout(
-        model="", dtype="bfloat16", num_layers=LAYERS, num_kv_heads=KV_HEADS, head_start=0, head_stop=KV_HEADS, head_dim=dim,
+        model="",
+        dtype="bfloat16",
         block_size=BLOCK,
-    )  # fmt: skip
+        num_layers=LAYERS,
+        num_kv_heads=KV_HEADS,
+        head_dim=dim,
+        head_start=0,
+        head_stop=KV_HEADS,
+    )
     pool = KVPool(layout, int(batch.blocks.max()) + 1, DEVICE)
     pool.blocks.normal_()
     attention = FlashAttention(pool, HEADS, DecodeAttention(pool.blocks, HEADS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.engine.runner import SampleRow
-from components.engine.sampling import sample
+from components.engine.sampling import changed_rows, sample
 from components.messages import Sampling
 
 
@@ -202,3 +203,18 @@ def test_the_logits_stay_untouched() -> None:
     before = logits.clone()
     sample(logits, [make_row(seed=1, banned=(3,), logit_bias=((1, 5.0),)), make_row(top_p=0.5)])
     assert torch.equal(logits, before)
+
+
+def test_which_rows_are_changed() -> None:
+    assert changed_rows([]) == []
+    rows = [
+        make_row(top_k=5, min_p=0.1),
+        make_row(logit_bias=((1, 2.0),)),
+        make_row(presence_penalty=0.1, temperature=0.0),
+        make_row(frequency_penalty=-0.1),
+        make_row(repetition_penalty=1.1),
+        make_row(banned=(3,)),
+        make_row(),
+    ]
+    assert changed_rows(rows) == [1, 2, 3, 4, 5]
+    assert changed_rows([msgspec.structs.replace(row, is_plain=True) for row in rows]) == []
