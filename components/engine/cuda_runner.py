@@ -67,7 +67,7 @@ class CudaRunner:
             options, self.layout, device, gpu_share=loaded.gpu_share, reserved_bytes=reserved
         )
         self._pool = KVPool(self.layout, self.num_blocks, device, num_spare=1)
-        decodes = DecodeAttention(self._pool.blocks, config.num_attention_heads)
+        decodes = DecodeAttention(self._pool.blocks, config.num_attention_heads, options.max_num_seqs)
         self._attention = FlashAttention(self._pool, config.num_attention_heads, decodes)
         max_blocks = most_blocks(options.max_num_seqs, self.max_model_len, self.layout.block_size)
         room = FIELDS * (max_tokens + _ALIGNED) + 2 * (options.max_num_seqs + _ALIGNED) + max_blocks
@@ -84,7 +84,9 @@ class CudaRunner:
         with torch.inference_mode():
             if loaded.is_fused and can_decode(loaded.model, config):
                 max_batch = min(options.max_num_seqs, _MAX_GRAPH_BATCH)
-                self._decoder = CudaDecoder(loaded.model, self._pool.blocks, self.max_model_len, make_products(device))
+                self._decoder = CudaDecoder(
+                    loaded.model, self._pool.blocks, self.max_model_len, max_batch, make_products(device)
+                )
                 self._prepare_graphs(max_batch, max_tokens, max_blocks, report)
             self._warm_up(report)
 

@@ -8,7 +8,7 @@ Imported on CUDA hosts only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +16,11 @@ import triton
 
 from components.engine.attention import Shape
 from components.engine.decode_kernels import decode_kernel
+from components.engine.work_kernels import Shares, most_work, share
 
 FEW_SEQUENCES = 64
 """From so many on, programs take tiles of fewer tokens, which is a kernel of its own."""
 
-_PROGRAMS = 256  # about as many as keep a GPU busy; fewer sequences are attended for in more parts
 _HEAD_ROWS = 16  # the least that a tensor core takes
 
 
@@ -43,28 +43,31 @@ class DecodeTables:
     slots: torch.Tensor  # (S,): block id * block_size + place in the block, of the new token
     cu_blocks: torch.Tensor  # (S + 1,)
     blocks: torch.Tensor  # (cu_blocks[-1],)
+    shares: dict[int | None, Shares] = field(default_factory=dict)  # by window: who takes what, once it is known
 
 
 class DecodeAttention:
-    """The kernel with one pool, and what the parts of a head leave there for the last one.
-
-    There are fewer than twice `_PROGRAMS` of these, whatever the number of sequences: heads of many have one part,
-    which leaves nothing (see `num_parts`).
-    """
+    """The kernel with one pool, and what the parts of a head leave there for the last one."""
 
     def __init__(
-        self, pool: torch.Tensor, num_query_heads: int, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        pool: torch.Tensor,
+        num_query_heads: int,
+        max_sequences: int,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """`rotary`, which `attend` needs: cosines and sines, (positions, head_dim / 2) of float32."""
         _, kv_heads, _, _, _, dim = pool.shape
         self._pool = pool
         self._rotary = rotary
+        self._max_sequences = max_sequences
         self._group = num_query_heads // kv_heads
         self._rows = max(_HEAD_ROWS, triton.next_power_of_2(self._group))
         device = pool.device
-        self._sums = torch.zeros((2 * _PROGRAMS, self._rows, dim), dtype=torch.float32, device=device)
-        self._marks = torch.zeros((2 * _PROGRAMS, self._rows, 2), dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
+        programs = most_work(max_sequences, kv_heads) * kv_heads
+        self._sums = torch.zeros((programs, self._rows, dim), dtype=torch.float32, device=device)
+        self._marks = torch.zeros((programs, self._rows, 2), dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(max_sequences * kv_heads, dtype=torch.int32, device=device)
 
     def attend(
         self,
@@ -87,10 +90,10 @@ class DecodeAttention:
         size = 1 if source is None else source.shape[1]
         q_norm, k_norm, norm_eps = heads.norms or (qkv, qkv, 0.0)
         self._launch(
-            (qkv, qkv if bias is None else bias, qkv if source is None else source), out, self._rotary, step,
-            (q_norm, k_norm, norm_eps, eps, layer, heads.scaling, size), SIZE_BLOCK=triton.next_power_of_2(size),
-            WINDOW=heads.window or 0, CAP=heads.softcap or 0.0, IS_SCALED=source is None, BIAS=bias is not None,
-            NORM=heads.norms is not None, IS_WRITTEN=False,
+            (qkv, qkv if bias is None else bias, qkv if source is None else source), out, step,
+            (q_norm, k_norm, norm_eps, eps, layer, heads.scaling, size), rotary=self._rotary, window=heads.window,
+            SIZE_BLOCK=triton.next_power_of_2(size), CAP=heads.softcap or 0.0, IS_SCALED=source is None,
+            BIAS=bias is not None, NORM=heads.norms is not None, IS_WRITTEN=False,
         )  # fmt: skip
         return out
 
@@ -102,26 +105,25 @@ class DecodeAttention:
         Both are contiguous; `step.slots` is not read.
         """
         self._launch(
-            (queries, queries, queries), out, (queries, queries), step,
-            (queries, queries, 0.0, 0.0, layer, float(shape.scaling), 1), SIZE_BLOCK=1,
-            WINDOW=shape.sliding_window or 0, CAP=shape.softcap or 0.0, IS_SCALED=True, BIAS=False, NORM=False,
-            IS_WRITTEN=True,
+            (queries, queries, queries), out, step, (queries, queries, 0.0, 0.0, layer, float(shape.scaling), 1),
+            rotary=(queries, queries), window=shape.sliding_window, SIZE_BLOCK=1, CAP=shape.softcap or 0.0,
+            IS_SCALED=True, BIAS=False, NORM=False, IS_WRITTEN=True,
         )  # fmt: skip
 
     def _launch(
-        self, rows: tuple[torch.Tensor, ...], out: torch.Tensor, rotary: tuple[torch.Tensor, ...], step: DecodeTables,
-        settings: tuple[Any, ...], **constants: Any,
+        self, rows: tuple[torch.Tensor, ...], out: torch.Tensor, step: DecodeTables, settings: tuple[Any, ...], *,
+        rotary: tuple[torch.Tensor, ...], window: int | None, **constants: Any,
     ) -> None:  # fmt: skip
         _, kv_heads, num_layers, _, block_size, dim = self._pool.shape
-        sequences = len(out)
-        decode_kernel[(sequences, kv_heads, num_parts(sequences, kv_heads))](
-            *rows, self._pool, out, self._sums, self._marks, self._arrived, *rotary, step.positions, step.slots,
-            step.cu_blocks, step.blocks, *settings, NUM_LAYERS=num_layers, KV_HEADS=kv_heads, GROUP=self._group,
-            ROWS=self._rows, DIM=dim, BLOCK=block_size,
-            TOKENS=128 if sequences < FEW_SEQUENCES and dim <= 128 else 64, num_warps=4, num_stages=2, **constants,
+        tile = 128 if len(out) < FEW_SEQUENCES and dim <= 128 else 64
+        if window not in step.shares:
+            step.shares[window] = share(
+                step.positions, kv_heads, window=window, tile=tile, max_sequences=self._max_sequences
+            )
+        shares = step.shares[window]
+        decode_kernel[(len(shares.work), kv_heads)](
+            *rows, self._pool, out, self._sums, self._marks, self._arrived, shares.work, shares.firsts, *rotary,
+            step.positions, step.slots, step.cu_blocks, step.blocks, *settings, NUM_LAYERS=num_layers,
+            KV_HEADS=kv_heads, GROUP=self._group, ROWS=self._rows, DIM=dim, BLOCK=block_size, TOKENS=tile,
+            WINDOW=window or 0, num_warps=4, num_stages=2, **constants,
         )  # fmt: skip
-
-
-def num_parts(sequences: int, kv_heads: int) -> int:
-    """A power of two that makes about as many programs as keep the GPU busy; one where sequences do."""
-    return int(triton.next_power_of_2(max(1, _PROGRAMS // (sequences * kv_heads))))

@@ -2,9 +2,9 @@
 
 It takes the joined projections as the product leaves them: scales, norms and rotates the new token's query and key,
 and writes key and value into their slot. Or, `IS_WRITTEN`, it takes queries that are ready, of a token whose key and
-value lie in the pool already. A program attends for one KV head of one sequence over a part of its tokens; which part
-follows from the sequence's position on the GPU, so that a captured step needs no plan. The last program of a head to
-end joins the parts. Imported on CUDA hosts only; TRITON_INTERPRET=1 runs it on the CPU.
+value lie in the pool already. A program attends for one KV head of one sequence over a part of its tokens, which it
+looks up (`work_kernels.py`). The last program of a head to end joins the parts. Imported on CUDA hosts only;
+TRITON_INTERPRET=1 runs it on the CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from components.engine.layer_kernels import rotated, scale_of, scaled
+from components.engine.work_kernels import first_seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # below all scores, and unlike -inf equal to itself in a difference
@@ -20,59 +21,81 @@ _LOWEST = tl.constexpr(-1e30)  # below all scores, and unlike -inf equal to itse
 
 @triton.jit(do_not_specialize=["layer"])
 def decode_kernel(
-    qkv, bias, source, pool, out, sums, marks, arrived, cos, sin, positions, slots, cu_blocks, blocks, q_norm, k_norm,
-    norm_eps, eps, layer, scaling, size: tl.constexpr, SIZE_BLOCK: tl.constexpr, NUM_LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, IS_SCALED: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, IS_WRITTEN: tl.constexpr,
+    qkv, bias, source, pool, out, sums, marks, arrived, work, firsts, cos, sin, positions, slots, cu_blocks, blocks,
+    q_norm, k_norm, norm_eps, eps, layer, scaling, size: tl.constexpr, SIZE_BLOCK: tl.constexpr,
+    NUM_LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, IS_SCALED: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, IS_WRITTEN: tl.constexpr,
 ):  # fmt: skip
-    sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    position = tl.load(positions + sequence)
-    length = position + 1 if IS_WRITTEN else position  # of what is read from blocks
-    begin = tl.maximum(position - WINDOW + 1, 0) // TOKENS * TOKENS if WINDOW > 0 else 0
-    most_parts = tl.num_programs(2)  # no constant: it follows from the number of sequences, and no kernel should
-    tiles_each = tl.maximum(tl.cdiv(tl.cdiv(length - begin, TOKENS), most_parts), 1)
-    num_parts = tl.maximum(tl.cdiv(length - begin, tiles_each * TOKENS), 1)
-    if part < num_parts:
-        dims = tl.zeros([ROWS, DIM], tl.int32) + tl.arange(0, DIM)[None, :]
-        first_value = (head * GROUP + tl.minimum(tl.arange(0, ROWS), GROUP - 1)[:, None]) * DIM
-        if IS_WRITTEN:
-            queries = tl.load(qkv + sequence * (GROUP * KV_HEADS * DIM) + first_value + dims)
-        else:
-            scale = 1.0 if IS_SCALED else scale_of(source + sequence * size, size, eps, SIZE_BLOCK)
-            token = qkv + sequence * ((GROUP + 2) * KV_HEADS * DIM)
-            angles = (cos + position.to(tl.int64) * (DIM // 2), sin + position.to(tl.int64) * (DIM // 2))
-            queries = rotated(
-                token + first_value, scale, bias + first_value, q_norm, angles, norm_eps, dims, DIM, BIAS, NORM
-            )
-        queries = queries.to(pool.dtype.element_ty)
-        first = begin + part * tiles_each * TOKENS
-        stop = tl.minimum(first + tiles_each * TOKENS, length)
-        best, total, mixed = _over_blocks(
-            queries, pool, blocks + tl.load(cu_blocks + sequence), first, stop, position, head, layer, scaling,
-            NUM_LAYERS, KV_HEADS, ROWS, DIM, BLOCK, TOKENS, WINDOW, CAP,
-        )  # fmt: skip
-        if not IS_WRITTEN:  # noqa: SIM102 - a constant, and what the other mode lacks is not compiled
-            if part == num_parts - 1:  # the new token, which no block needs to be read for
-                key, value = _write_newest(
-                    token, bias, scale, pool, k_norm, angles, norm_eps, tl.load(slots + sequence), head, layer,
-                    NUM_LAYERS, KV_HEADS, GROUP, DIM, BLOCK, BIAS, NORM,
-                )  # fmt: skip
-                products = queries.to(tl.float32) * key.to(tl.float32)[None, :]
-                score = _capped(tl.sum(products, axis=1), scaling, CAP)
-                best, faded = _raised(best, score)
-                weight = tl.exp2(score - best)
-                mixed = mixed * faded[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
-                total = total * faded + weight
-        place = sequence * KV_HEADS + head
-        ends = out + place * GROUP * DIM
-        if num_parts == 1:
-            _store(ends, mixed, total, GROUP, ROWS, DIM)
-        else:
-            _leave(sums, marks, place * most_parts + part, mixed, best, total, ROWS, DIM)
-            if tl.atomic_add(arrived + place, 1, sem="acq_rel") == num_parts - 1:
-                tl.store(arrived + place, 0)
-                _join(sums, marks, ends, place * most_parts, num_parts, GROUP, ROWS, DIM)
+    item, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(work + item).to(tl.int64)
+    if sequence >= 0:
+        position = tl.load(positions + sequence)
+        length = position + 1 if IS_WRITTEN else position  # of what is read from blocks
+        begin = first_seen(position, WINDOW, TOKENS)
+        first_item, stop_item = tl.load(firsts + sequence), tl.load(firsts + sequence + 1)
+        part = item - first_item
+        tiles_each = tl.maximum(tl.cdiv(tl.cdiv(length - begin, TOKENS), stop_item - first_item), 1)
+        num_parts = tl.maximum(tl.cdiv(length - begin, tiles_each * TOKENS), 1)
+        if part < num_parts:
+            dims = tl.zeros([ROWS, DIM], tl.int32) + tl.arange(0, DIM)[None, :]
+            first_value = (head * GROUP + tl.minimum(tl.arange(0, ROWS), GROUP - 1)[:, None]) * DIM
+            if IS_WRITTEN:
+                queries = tl.load(qkv + sequence * (GROUP * KV_HEADS * DIM) + first_value + dims)
+            else:
+                scale = 1.0 if IS_SCALED else scale_of(source + sequence * size, size, eps, SIZE_BLOCK)
+                token = qkv + sequence * ((GROUP + 2) * KV_HEADS * DIM)
+                angles = (cos + position.to(tl.int64) * (DIM // 2), sin + position.to(tl.int64) * (DIM // 2))
+                queries = rotated(
+                    token + first_value, scale, bias + first_value, q_norm, angles, norm_eps, dims, DIM, BIAS, NORM
+                )
+            queries = queries.to(pool.dtype.element_ty)
+            first = begin + part * tiles_each * TOKENS
+            stop = tl.minimum(first + tiles_each * TOKENS, length)
+            best, total, mixed = _over_blocks(
+                queries, pool, blocks + tl.load(cu_blocks + sequence), first, stop, position, head, layer, scaling,
+                NUM_LAYERS, KV_HEADS, ROWS, DIM, BLOCK, TOKENS, WINDOW, CAP,
+            )  # fmt: skip
+            if not IS_WRITTEN:  # noqa: SIM102 - a constant, and what the other mode lacks is not compiled
+                if part == num_parts - 1:  # the new token, which no block needs to be read for
+                    key, value = _write_newest(
+                        token, bias, scale, pool, k_norm, angles, norm_eps, tl.load(slots + sequence), head, layer,
+                        NUM_LAYERS, KV_HEADS, GROUP, DIM, BLOCK, BIAS, NORM,
+                    )  # fmt: skip
+                    products = queries.to(tl.float32) * key.to(tl.float32)[None, :]
+                    score = _capped(tl.sum(products, axis=1), scaling, CAP)
+                    best, faded = _raised(best, score)
+                    weight = tl.exp2(score - best)
+                    mixed = mixed * faded[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+                    total = total * faded + weight
+            place = sequence * KV_HEADS + head
+            ends = out + place * GROUP * DIM
+            if num_parts == 1:
+                _store(ends, mixed, total, GROUP, ROWS, DIM)
+            else:
+                _leave(
+                    sums,
+                    marks,
+                    (first_item * KV_HEADS + head).to(tl.int64) + part * KV_HEADS,
+                    mixed,
+                    best,
+                    total,
+                    ROWS,
+                    DIM,
+                )
+                if tl.atomic_add(arrived + place, 1, sem="acq_rel") == num_parts - 1:
+                    tl.store(arrived + place, 0)
+                    _join(
+                        sums,
+                        marks,
+                        ends,
+                        (first_item * KV_HEADS + head).to(tl.int64),
+                        num_parts,
+                        KV_HEADS,
+                        GROUP,
+                        ROWS,
+                        DIM,
+                    )
 
 
 @triton.jit
@@ -161,13 +184,16 @@ def _leave(sums, marks, part, mixed, best, total, ROWS: tl.constexpr, DIM: tl.co
 
 
 @triton.jit
-def _join(sums, marks, ends, first, num_parts, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+def _join(
+    sums, marks, ends, first, num_parts, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
     """The softmax over all parts from those of each."""
     best = tl.full([ROWS], _LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM], tl.float32)
     for part in range(num_parts):
-        kept = (first + part) * ROWS + tl.arange(0, ROWS)
+        kept = (first + part * KV_HEADS) * ROWS + tl.arange(0, ROWS)
         mark = tl.load(marks + kept * 2, cache_modifier=".cg")
         best, faded = _raised(best, mark)
         factor = tl.exp2(mark - best)

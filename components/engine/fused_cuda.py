@@ -35,9 +35,10 @@ class CudaDecoder:
         model: PreTrainedModel,
         pool: torch.Tensor,
         max_model_len: int,
+        max_sequences: int,
         products: Products | None = None,
     ) -> None:
-        """`model` has been through `fuse_layers`, and `can_decode` said yes."""
+        """`model` has been through `fuse_layers`, and `can_decode` said yes. Decode steps: up to `max_sequences`."""
         self._products = products or Products()
         body: Any = model.base_model
         self._embedding: torch.Tensor = body.embed_tokens.weight
@@ -50,7 +51,7 @@ class CudaDecoder:
         self._head: torch.Tensor = model.lm_head.weight
         self._pool = pool
         self._tables = _rotary_tables(body.rotary_emb, max_model_len, pool.device)
-        self._attention = DecodeAttention(pool, self.layers[0].num_heads, self._tables)
+        self._attention = DecodeAttention(pool, self.layers[0].num_heads, max_sequences, self._tables)
 
     @property
     def query_shape(self) -> tuple[int, int]:

@@ -118,7 +118,7 @@ class Run:
         config: Any = model.config
         shape = (NUM_BLOCKS, config.num_key_value_heads, LAYERS, 2, BLOCK, config.head_dim)
         self.pool = torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)  # what nobody wrote must not count
-        self.decoder = CudaDecoder(model, self.pool, config.max_position_embeddings)
+        self.decoder = CudaDecoder(model, self.pool, config.max_position_embeddings, 8)
 
     def prefill(self) -> float:
         """All prompts in one step; the largest difference of their last logits."""

@@ -99,7 +99,7 @@ def test_attention_is_the_same_as_from_blocks(parts: list[tuple[int, int]], shap
     )
     pool = KVPool(layout, int(batch.blocks.max()) + 1, DEVICE)
     pool.blocks.normal_()
-    attention = FlashAttention(pool, HEADS, DecodeAttention(pool.blocks, HEADS))
+    attention = FlashAttention(pool, HEADS, DecodeAttention(pool.blocks, HEADS, 8))
     queries = torch.randn(len(batch.positions), HEADS, dim, device=DEVICE, dtype=torch.bfloat16)
     count, blocks = apart.num_decodes, on_device(batch.blocks)
     numbers = (batch.positions[:count], batch.slot_mapping[:count], batch.cu_blocks[: count + 1])

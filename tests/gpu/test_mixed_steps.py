@@ -98,7 +98,7 @@ class Step:
         self.pool = self.pool.to(DEVICE)
         self.flash: Any = SimpleNamespace(
             pool=SimpleNamespace(blocks=self.pool, layout=SimpleNamespace(block_size=BLOCK)),
-            decodes=DecodeAttention(self.pool, heads.query),
+            decodes=DecodeAttention(self.pool, heads.query, self.batch.num_sequences),
             plan_chunks=self._plan,
         )
         self.planned: list[Tables] = []
