@@ -35,6 +35,7 @@ from components.options import WorkerOptions
 WEIGHT_BYTES = 15.01e9
 KV_BYTES = 131_072  # of one token
 MATMUL_PARAMETERS = 6.98e9  # of the layers; the head runs on the last token alone
+_PROFILED_STEPS = 20
 GREEDY = Sampling(temperature=0.0)
 DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=1)
 # (name, sequences, tokens in, tokens out, sampling, vLLM's tokens per second or, for prompts, milliseconds)
@@ -166,12 +167,14 @@ def show(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> str:
 
 
 def profile(bench: Bench, count: int) -> str:
-    """Where the time of a decode step goes, kernel by kernel: those behind the last kernel of a prompt."""
+    """Where the time of a decode step goes, kernel by kernel: of the first steps without a prompt."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        bench.round(count, 128, 40, GREEDY)
+        bench.round(count, 128, 2 * _PROFILED_STEPS, GREEDY)
     kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels.sort(key=lambda event: event.time_range.start)
-    steps = [i for i, event in enumerate(kernels) if "_argmax_join" in event.name][-21:]  # the last one is whole, too
+    prompts = [i for i, event in enumerate(kernels) if "PrefillWithKVCache" in event.name]
+    ends = [i for i, event in enumerate(kernels) if "_argmax_join" in event.name]  # each step's last kernel
+    steps = [i for i in ends if i > prompts[-1]][: _PROFILED_STEPS + 1]
     num_steps = len(steps) - 1
     seen = kernels[steps[0] + 1 : steps[-1] + 1]
     took_us = kernels[steps[-1]].time_range.end - kernels[steps[0]].time_range.end
