@@ -1,12 +1,13 @@
 """The CUDA runner: attention by kernels, decode steps as CUDA graphs, sampling without waiting for the GPU.
 
-Models that `fused_cuda.py` knows decode through graphs; all others run transformers' own forward, step by
-step, on the same attention. A step is launched and waited for later: its tokens stay on the GPU, where the
-next step finds them, and are copied to the host behind it.
+Models that `fused_cuda.py` knows have kernels of their own around attention; all others run transformers' own
+forward, whose decode steps are captured if they can be. A step is launched and waited for later: its tokens stay on
+the GPU, where the next step finds them, and are copied to the host behind it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import GpuSampler, LogprobCopy
 from components.engine.graphs import DecodeGraphs
 from components.engine.memory import num_pool_blocks
+from components.engine.model_decoder import ModelDecoder
 from components.engine.packing import FIELDS, bucket_sizes, most_blocks
 from components.engine.products import large_rows, make_products
 from components.engine.runner import GPU_BATCHED_TOKENS, Batch, Ints, KVRegion, Launched, Sampled, SampleRow
@@ -38,8 +40,10 @@ from components.engine.split import Split, places, split
 from components.engine.staging import Staging
 from components.engine.torch_runner import Loaded
 from components.kv.layout import ITEM_BYTES
-from components.messages import KVLayout, Sampling
+from components.messages import Sampling
 from components.options import WorkerOptions
+
+log = logging.getLogger(__name__)
 
 _MAX_GRAPH_BATCH = 512
 _ALIGNED = 4  # fields begin at multiples of 16 bytes, for which Triton compiles kernels of their own
@@ -62,7 +66,7 @@ class CudaRunner:
         self.layout, self.max_model_len = loaded.layout, loaded.max_model_len
         self.vocab_size: int = config.vocab_size
         max_tokens = self._max_tokens = options.max_num_batched_tokens or GPU_BATCHED_TOKENS
-        reserved = _reserved_bytes(config, loaded.layout, max_tokens, options.max_num_seqs)
+        reserved = _reserved_bytes(loaded, max_tokens, options.max_num_seqs)
         self.num_blocks = num_pool_blocks(
             options, self.layout, device, gpu_share=loaded.gpu_share, reserved_bytes=reserved
         )
@@ -81,13 +85,13 @@ class CudaRunner:
         self._decoder: CudaDecoder | None = None
         self._graphs: DecodeGraphs | None = None
         self._chunk_graphs: ChunkGraphs | None = None
+        max_batch = min(options.max_num_seqs, _MAX_GRAPH_BATCH)
         with torch.inference_mode():
             if loaded.is_fused and can_decode(loaded.model, config):
-                max_batch = min(options.max_num_seqs, _MAX_GRAPH_BATCH)
                 self._decoder = CudaDecoder(
                     loaded.model, self._pool.blocks, self.max_model_len, max_batch, make_products(device)
                 )
-                self._prepare_graphs(max_batch, max_tokens, max_blocks, report)
+            self._prepare_graphs(max_batch, max_blocks, report)
             self._warm_up(report)
 
     @property
@@ -208,18 +212,25 @@ class CudaRunner:
             gathered,
         )
 
-    def _prepare_graphs(self, max_batch: int, max_tokens: int, max_blocks: int, report: Callable[[str], None]) -> None:
-        assert self._decoder is not None
-        report("compiling attention kernels")
-        self._attention.compile({layer.shape.sliding_window is not None for layer in self._decoder.layers})
-        chunk_rows = [*chunk_sizes(max_tokens), *large_rows(max_tokens)]
-        self._decoder.choose_products(bucket_sizes(max_batch), chunk_rows, report)
-        self._graphs = DecodeGraphs(
-            self._decoder, self._pool, max_batch=max_batch, vocab_size=self.vocab_size, max_blocks=max_blocks
+    def _prepare_graphs(self, max_batch: int, max_blocks: int, report: Callable[[str], None]) -> None:
+        if self._decoder is not None:
+            report("compiling attention kernels")
+            self._attention.compile({layer.shape.sliding_window is not None for layer in self._decoder.layers})
+            chunk_rows = [*chunk_sizes(self._max_tokens), *large_rows(self._max_tokens)]
+            self._decoder.choose_products(bucket_sizes(max_batch), chunk_rows, report)
+        decoder = self._decoder or ModelDecoder(self._model, self._attention)
+        graphs = DecodeGraphs(
+            decoder, self._pool, max_batch=max_batch, vocab_size=self.vocab_size, max_blocks=max_blocks
         )
-        self._graphs.capture(self._last_tokens, report)
-        self._chunk_graphs = ChunkGraphs(self._decoder, self._staging.device_buffer, max_tokens)
-        self._chunk_graphs.capture(self._last_tokens, report)
+        reason = graphs.obstacle(self._last_tokens) if self._decoder is None else None
+        if reason is not None:
+            log.warning("decode steps run without CUDA graphs: %s", reason)
+            return
+        graphs.capture(self._last_tokens, report)
+        self._graphs = graphs
+        if self._decoder is not None:
+            self._chunk_graphs = ChunkGraphs(self._decoder, self._staging.device_buffer, self._max_tokens)
+            self._chunk_graphs.capture(self._last_tokens, report)
 
     def _warm_up(self, report: Callable[[str], None]) -> None:
         """Prompts with a draw of each kind, some that no graph holds, and few and many decodes beside one.
@@ -275,11 +286,13 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def _reserved_bytes(config: Any, layout: KVLayout, max_tokens: int, max_seqs: int) -> int:
+def _reserved_bytes(loaded: Loaded, max_tokens: int, max_seqs: int) -> int:
     """Memory that steps need beside weights and pool: activations of the largest step, logits, workspaces."""
-    wide: int = getattr(config, "intermediate_size", 4 * config.hidden_size)
+    config, layout = loaded.config, loaded.layout
     item = ITEM_BYTES[layout.dtype]
+    wide: int = getattr(config, "intermediate_size", 4 * config.hidden_size)
     per_token = (6 * config.hidden_size + 4 * wide) * item
     gathered = 2 * MOST_GATHERED * (layout.head_stop - layout.head_start) * layout.head_dim * item
-    logits = max_seqs * config.vocab_size * (2 * item + 8)
+    copies = 2 if loaded.is_fused else 5  # graphs of transformers' forward keep what it makes logits of: those, caps
+    logits = max_seqs * config.vocab_size * (copies * item + 8)
     return int(_FIXED_BYTES + max_tokens * per_token + gathered + logits)

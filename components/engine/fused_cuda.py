@@ -82,6 +82,10 @@ class CudaDecoder:
             run(layer, heads, residual, step)
         return self.norm(residual)
 
+    def decode_into(self, ids: torch.Tensor, step: DecodeTables, logits: torch.Tensor) -> None:
+        """The same up to the logits, (S, vocabulary)."""
+        self.logits(self.decode(ids, step), out=logits)
+
     def _decode_one(self, layer: FusedLayer, heads: Heads, residual: torch.Tensor, step: DecodeTables) -> None:
         eps, qkv, gate_up = layer.attention_norm.eps, layer.qkv, layer.gate_up
         joined = single_row(residual, qkv.weight, qkv.bias, eps=eps)

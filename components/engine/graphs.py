@@ -2,28 +2,40 @@
 
 A graph reads the step's numbers from fixed places of one device buffer, takes fed tokens from those the
 step before chose, runs the decoder, and leaves logits and the largest one's token behind; see `packing.py`.
+Our own decoders are made to be captured; whether another can be is tried first (`obstacle`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from components.engine.attention import KVPool
 from components.engine.decode_attention import DecodeTables
-from components.engine.fused_cuda import CudaDecoder
 from components.engine.packing import FIELDS, bucket_sizes, is_packable, pack, packed_size
 from components.engine.runner import Batch
 from components.engine.sampling_kernels import argmax
 from components.engine.staging import Staging
 
 
+class Decoder(Protocol):
+    """A model's decode steps."""
+
+    def decode_into(self, ids: torch.Tensor, step: DecodeTables, logits: torch.Tensor) -> None:
+        """Computes one new token for each sequence, `ids` (S,): its keys and values into their slots, and `logits`.
+
+        These are (S, vocabulary), in the pool's dtype.
+        """
+
+
 class DecodeGraphs:
     """All captured batch sizes of one decoder."""
 
-    def __init__(self, decoder: CudaDecoder, pool: KVPool, *, max_batch: int, vocab_size: int, max_blocks: int) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, *, max_batch: int, vocab_size: int, max_blocks: int) -> None:
         """`max_blocks` bounds the block tables of a step together; the pool's block `num_blocks` is the spare one."""
         self._decoder = decoder
         self._max_batch = max_batch
@@ -34,6 +46,22 @@ class DecodeGraphs:
         self._staging = Staging(packed_size(max_batch, max_blocks + max_batch), torch.int32, device)
         self.logits = torch.empty((max_batch, vocab_size), dtype=pool.blocks.dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def obstacle(self, last_tokens: torch.Tensor) -> str | None:
+        """Why the decoder cannot be captured; None if it can. Called before `capture`, with the same.
+
+        A step in which the host waits for the GPU, to choose what to launch, would be captured as if that were
+        always the same. Torch tells most such waits before anything is captured, and without harm.
+        """
+        try:
+            for size in (self._sizes[-1], self._sizes[0]):
+                self._send(_idle_batch(size, self._spare_block, self._block_size), size)
+                self._forward(size, last_tokens)  # what happens only once may wait
+                _without_waiting(lambda size=size: self._forward(size, last_tokens))  # type: ignore[misc]
+            _try_capture(lambda: self._forward(self._sizes[0], last_tokens))
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return None
 
     def capture(self, last_tokens: torch.Tensor, on_progress: Callable[[str], None]) -> None:
         """Captures all sizes, the largest first, whose memory the others share. `last_tokens`: see `run`."""
@@ -74,9 +102,39 @@ class DecodeGraphs:
         ids, feeds, positions, slots = buffer[:head].view(FIELDS, self._max_batch)[:, :size]
         cu_blocks, blocks = buffer[head : head + size + 1], buffer[head + self._max_batch + 1 :]
         fed = torch.where(feeds >= 0, last_tokens[feeds.clamp_min(0)], ids)
-        hidden = self._decoder.decode(fed, DecodeTables(positions, slots, cu_blocks, blocks))
-        self._decoder.logits(hidden, out=self.logits[:size])
+        self._decoder.decode_into(fed, DecodeTables(positions, slots, cu_blocks, blocks), self.logits[:size])
         argmax(self.logits[:size], last_tokens[:size])
+
+
+def _without_waiting(run: Callable[[], None]) -> None:
+    """Raises `RuntimeError` where torch notices that the host waits for the GPU."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not notice everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _try_capture(run: Callable[[], None]) -> None:
+    """Captures and forgets. Raises `RuntimeError` where that fails, with everything as it was before.
+
+    Where something spoiled the capture, torch's `capture_end` raises as well, and before it has ended what the capture
+    began: its stream is still the current one, and the allocator waits for the end of what uses its pool.
+    """
+    before, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool):
+            run()
+    except RuntimeError as error:
+        if torch.cuda.current_stream() == before:
+            raise
+        torch.cuda.set_stream(before)
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        raise RuntimeError(str(error.__context__ or error)) from error
 
 
 def _idle_batch(size: int, block: int, block_size: int) -> Batch:

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from components.engine.attention import KVPool, PagedStep, SdpaAttention, Shape
@@ -198,8 +197,8 @@ def load(
 
 
 def _register_attention() -> None:
+    """Without a mask function beside it, transformers makes no mask, and does not ask the GPU whether it needs one."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
 
 
 def _attention_forward(

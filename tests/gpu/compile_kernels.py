@@ -2,8 +2,8 @@
 
     python tests/gpu/compile_kernels.py [--jobs 16] [--only 64] [--list]
 
-Chunks run on fa3 on Hopper, and so do all steps of models that `fuse.py` does not know (gemma2). Each module is
-built in a folder of its own, as FlashInfer's first use would: a second build finds it done.
+Chunks run on fa3 on Hopper; decodes have a kernel of ours. Each module is built in a folder of its own, as FlashInfer's
+first use would: a second build finds it done.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m pytest tests/gpu/test_cuda_correctness.py
 
-float32 goes through torch's SDPA, bfloat16 through FlashInfer and, for the fused models, CUDA graphs.
+float32 goes through torch's SDPA, bfloat16 through FlashInfer, our decode kernel, and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("MistralConfig", {"sliding_window": 24}),
     "gemma2": ("Gemma2Config", {"sliding_window": 24, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 64}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-}
+    "qwen3-moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}),
+    "qwen3-dynamic": (
+        "Qwen3Config", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+}  # fmt: skip
 LEAD_CYCLES = 10_000_000  # some ms that the host runs ahead of the GPU
 TOLERANCE = {"float32": 2e-3, "bfloat16": 1.5e-1}  # of a log-probability; bfloat16 differs from itself by as much
 
@@ -147,18 +151,35 @@ def test_flashinfer_gets_no_decodes(
 
     sequences = Sequences(make_runner(name, dtype="bfloat16"), [5, 40, 33])
     planned: list[list[int]] = []
-    plan = FlashAttention.chunk_wrapper
+    plan = FlashAttention.plan_chunks
 
     def seen(attention: FlashAttention, key: Any, tables: Any) -> Any:
         planned.append(np.diff(tables.cu_seqlens_q).tolist())
         return plan(attention, key, tables)
 
-    monkeypatch.setattr(FlashAttention, "chunk_wrapper", seen)
+    monkeypatch.setattr(FlashAttention, "plan_chunks", seen)
     for counts, expected in (({0: 5, 1: 20}, [5, 20]), ({0: 1, 1: 20, 2: 33}, [20, 33]), ({0: 1, 1: 1, 2: 1}, None)):
         planned.clear()
         sequences.step(counts)
         assert all(lengths == expected for lengths in planned)
         assert bool(planned) == (expected is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_captured"), [("gemma2", True), ("mixtral", True), ("qwen3-moe", True), ("qwen3-dynamic", False)]
+)
+def test_forwards_of_transformers_are_captured_unless_they_wait(
+    name: str, is_captured: bool, make_runner: Callable[..., Runner], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner: Any = make_runner(name, dtype="bfloat16")
+    told = [record.getMessage() for record in caplog.records if "without CUDA graphs" in record.getMessage()]
+    assert len(told) == (not is_captured), told
+    sequences = Sequences(runner, [5, 40, 33])
+    sequences.step({0: 5, 1: 40, 2: 33})
+    calls: list[int] = []
+    runner._model.register_forward_pre_hook(lambda *_: calls.append(1))
+    sequences.step({0: 1, 1: 1, 2: 1})
+    assert bool(calls) != is_captured
 
 
 def test_more_decodes_than_a_graph_holds_are_those_of_graphs(make_runner: Callable[..., Runner]) -> None:

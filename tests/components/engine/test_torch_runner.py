@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from paged_sequences import PagedSequences
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from components.engine import torch_runner
@@ -147,6 +148,42 @@ def test_logits_equal_transformers(
     expected = [reference(tmp_path / name, tokens) for tokens in sequences.tokens]
     for logits, (i, position) in zip(got, at, strict=True):
         torch.testing.assert_close(logits, expected[i][position], rtol=1e-4, atol=1e-4)
+
+
+class Asked(TorchDispatchMode):
+    """Counts what a GPU's host would have to wait for: values of tensors, and shapes that depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("is_nonzero", "item", "_local_scalar_dense", "nonzero"):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Echo:
+    """Attention whose outcome is the queries."""
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+
+    def attend(self, layer: int, queries: torch.Tensor, shape: Any) -> torch.Tensor:
+        return queries.clone()
+
+
+@pytest.mark.parametrize(("name", "is_asked"), [("gemma2", False), ("mixtral", False), ("llama-dynamic", True)])
+def test_a_forward_asks_for_no_value(name: str, is_asked: bool, tmp_path: Path) -> None:
+    """So that it can be captured on a GPU; tables that follow from the longest sequence cannot."""
+    dynamic = {"rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0}} if is_asked else {}
+    options = WorkerOptions(
+        model=str(save_model(tmp_path, name.removesuffix("-dynamic"), **dynamic)), device="cpu", dtype="float32"
+    )
+    model = torch_runner.load(options, num_threads=None, on_progress=None, place=None, gpu_share=1.0).model
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.inference_mode(), Asked() as asked:
+        model(input_ids=ids, position_ids=ids, use_cache=False, paged_step=Echo())
+    assert bool(asked.names) == is_asked, asked.names
 
 
 def test_tokens_do_not_depend_on_batch_or_chunks(make_runner: Callable[..., TorchRunner]) -> None:
