@@ -16,7 +16,7 @@ import triton
 
 from components.engine.attention import Shape
 from components.engine.decode_kernels import decode_kernel
-from components.engine.work_kernels import Shares, most_work, share
+from components.engine.work_kernels import most_work, share
 
 FEW_SEQUENCES = 64
 """From so many on, programs take tiles of fewer tokens, which is a kernel of its own."""
@@ -43,7 +43,7 @@ class DecodeTables:
     slots: torch.Tensor  # (S,): block id * block_size + place in the block, of the new token
     cu_blocks: torch.Tensor  # (S + 1,)
     blocks: torch.Tensor  # (cu_blocks[-1],)
-    shares: dict[int | None, Shares] = field(default_factory=dict)  # by window: who takes what, once it is known
+    shares: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window: who takes what, once known
 
 
 class DecodeAttention:
@@ -93,7 +93,7 @@ class DecodeAttention:
             (qkv, qkv if bias is None else bias, qkv if source is None else source), out, step,
             (q_norm, k_norm, norm_eps, eps, layer, heads.scaling, size), rotary=self._rotary, window=heads.window,
             SIZE_BLOCK=triton.next_power_of_2(size), CAP=heads.softcap or 0.0, IS_SCALED=source is None,
-            BIAS=bias is not None, NORM=heads.norms is not None, IS_WRITTEN=False,
+            BIAS=bias is not None, NORM=heads.norms is not None, is_written=False,
         )  # fmt: skip
         return out
 
@@ -107,23 +107,24 @@ class DecodeAttention:
         self._launch(
             (queries, queries, queries), out, step, (queries, queries, 0.0, 0.0, layer, float(shape.scaling), 1),
             rotary=(queries, queries), window=shape.sliding_window, SIZE_BLOCK=1, CAP=shape.softcap or 0.0,
-            IS_SCALED=True, BIAS=False, NORM=False, IS_WRITTEN=True,
+            IS_SCALED=True, BIAS=False, NORM=False, is_written=True,
         )  # fmt: skip
 
     def _launch(
         self, rows: tuple[torch.Tensor, ...], out: torch.Tensor, step: DecodeTables, settings: tuple[Any, ...], *,
-        rotary: tuple[torch.Tensor, ...], window: int | None, **constants: Any,
+        rotary: tuple[torch.Tensor, ...], window: int | None, is_written: bool, **constants: Any,
     ) -> None:  # fmt: skip
         _, kv_heads, num_layers, _, block_size, dim = self._pool.shape
         tile = 128 if len(out) < FEW_SEQUENCES and dim <= 128 else 64
         if window not in step.shares:
             step.shares[window] = share(
-                step.positions, kv_heads, window=window, tile=tile, max_sequences=self._max_sequences
-            )
-        shares = step.shares[window]
-        decode_kernel[(len(shares.work), kv_heads)](
-            *rows, self._pool, out, self._sums, self._marks, self._arrived, shares.work, shares.firsts, *rotary,
-            step.positions, step.slots, step.cu_blocks, step.blocks, *settings, NUM_LAYERS=num_layers,
-            KV_HEADS=kv_heads, GROUP=self._group, ROWS=self._rows, DIM=dim, BLOCK=block_size, TOKENS=tile,
-            WINDOW=window or 0, num_warps=4, num_stages=2, **constants,
+                step.positions, step.cu_blocks, kv_heads, is_written=is_written, window=window, tile=tile,
+                max_sequences=self._max_sequences,
+            )  # fmt: skip
+        work = step.shares[window]
+        decode_kernel[(len(work), kv_heads)](
+            *rows, self._pool, out, self._sums, self._marks, self._arrived, work, *rotary, step.slots, step.blocks,
+            *settings, NUM_LAYERS=num_layers, KV_HEADS=kv_heads, GROUP=self._group, ROWS=self._rows, DIM=dim,
+            BLOCK=block_size, TOKENS=tile, WINDOW=window or 0, IS_WRITTEN=is_written, num_warps=4, num_stages=2,
+            **constants,
         )  # fmt: skip

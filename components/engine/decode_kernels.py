@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from components.engine.layer_kernels import rotated, scale_of, scaled
-from components.engine.work_kernels import first_seen
+from components.engine.work_kernels import FIELDS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # below all scores, and unlike -inf equal to itself in a difference
@@ -21,81 +21,53 @@ _LOWEST = tl.constexpr(-1e30)  # below all scores, and unlike -inf equal to itse
 
 @triton.jit(do_not_specialize=["layer"])
 def decode_kernel(
-    qkv, bias, source, pool, out, sums, marks, arrived, work, firsts, cos, sin, positions, slots, cu_blocks, blocks,
-    q_norm, k_norm, norm_eps, eps, layer, scaling, size: tl.constexpr, SIZE_BLOCK: tl.constexpr,
-    NUM_LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, IS_SCALED: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, IS_WRITTEN: tl.constexpr,
+    qkv, bias, source, pool, out, sums, marks, arrived, work, cos, sin, slots, blocks, q_norm, k_norm, norm_eps, eps,
+    layer, scaling, size: tl.constexpr, SIZE_BLOCK: tl.constexpr, NUM_LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, IS_SCALED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    IS_WRITTEN: tl.constexpr,
 ):  # fmt: skip
-    item, head = tl.program_id(0), tl.program_id(1)
-    sequence = tl.load(work + item).to(tl.int64)
+    record, head = work + tl.program_id(0) * FIELDS, tl.program_id(1)
+    sequence, position, first_block = tl.load(record).to(tl.int64), tl.load(record + 1), tl.load(record + 2)
+    first, stop, part, num_parts = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6)
+    base = tl.load(record + 7)
     if sequence >= 0:
-        position = tl.load(positions + sequence)
-        length = position + 1 if IS_WRITTEN else position  # of what is read from blocks
-        begin = first_seen(position, WINDOW, TOKENS)
-        first_item, stop_item = tl.load(firsts + sequence), tl.load(firsts + sequence + 1)
-        part = item - first_item
-        tiles_each = tl.maximum(tl.cdiv(tl.cdiv(length - begin, TOKENS), stop_item - first_item), 1)
-        num_parts = tl.maximum(tl.cdiv(length - begin, tiles_each * TOKENS), 1)
-        if part < num_parts:
-            dims = tl.zeros([ROWS, DIM], tl.int32) + tl.arange(0, DIM)[None, :]
-            first_value = (head * GROUP + tl.minimum(tl.arange(0, ROWS), GROUP - 1)[:, None]) * DIM
-            if IS_WRITTEN:
-                queries = tl.load(qkv + sequence * (GROUP * KV_HEADS * DIM) + first_value + dims)
-            else:
-                scale = 1.0 if IS_SCALED else scale_of(source + sequence * size, size, eps, SIZE_BLOCK)
-                token = qkv + sequence * ((GROUP + 2) * KV_HEADS * DIM)
-                angles = (cos + position.to(tl.int64) * (DIM // 2), sin + position.to(tl.int64) * (DIM // 2))
-                queries = rotated(
-                    token + first_value, scale, bias + first_value, q_norm, angles, norm_eps, dims, DIM, BIAS, NORM
-                )
-            queries = queries.to(pool.dtype.element_ty)
-            first = begin + part * tiles_each * TOKENS
-            stop = tl.minimum(first + tiles_each * TOKENS, length)
-            best, total, mixed = _over_blocks(
-                queries, pool, blocks + tl.load(cu_blocks + sequence), first, stop, position, head, layer, scaling,
-                NUM_LAYERS, KV_HEADS, ROWS, DIM, BLOCK, TOKENS, WINDOW, CAP,
-            )  # fmt: skip
-            if not IS_WRITTEN:  # noqa: SIM102 - a constant, and what the other mode lacks is not compiled
-                if part == num_parts - 1:  # the new token, which no block needs to be read for
-                    key, value = _write_newest(
-                        token, bias, scale, pool, k_norm, angles, norm_eps, tl.load(slots + sequence), head, layer,
-                        NUM_LAYERS, KV_HEADS, GROUP, DIM, BLOCK, BIAS, NORM,
-                    )  # fmt: skip
-                    products = queries.to(tl.float32) * key.to(tl.float32)[None, :]
-                    score = _capped(tl.sum(products, axis=1), scaling, CAP)
-                    best, faded = _raised(best, score)
-                    weight = tl.exp2(score - best)
-                    mixed = mixed * faded[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
-                    total = total * faded + weight
-            place = sequence * KV_HEADS + head
-            ends = out + place * GROUP * DIM
-            if num_parts == 1:
-                _store(ends, mixed, total, GROUP, ROWS, DIM)
-            else:
-                _leave(
-                    sums,
-                    marks,
-                    (first_item * KV_HEADS + head).to(tl.int64) + part * KV_HEADS,
-                    mixed,
-                    best,
-                    total,
-                    ROWS,
-                    DIM,
-                )
-                if tl.atomic_add(arrived + place, 1, sem="acq_rel") == num_parts - 1:
-                    tl.store(arrived + place, 0)
-                    _join(
-                        sums,
-                        marks,
-                        ends,
-                        (first_item * KV_HEADS + head).to(tl.int64),
-                        num_parts,
-                        KV_HEADS,
-                        GROUP,
-                        ROWS,
-                        DIM,
-                    )
+        dims = tl.zeros([ROWS, DIM], tl.int32) + tl.arange(0, DIM)[None, :]
+        first_value = (head * GROUP + tl.minimum(tl.arange(0, ROWS), GROUP - 1)[:, None]) * DIM
+        if IS_WRITTEN:
+            queries = tl.load(qkv + sequence * (GROUP * KV_HEADS * DIM) + first_value + dims)
+        else:
+            scale = 1.0 if IS_SCALED else scale_of(source + sequence * size, size, eps, SIZE_BLOCK)
+            token = qkv + sequence * ((GROUP + 2) * KV_HEADS * DIM)
+            angles = (cos + position.to(tl.int64) * (DIM // 2), sin + position.to(tl.int64) * (DIM // 2))
+            queries = rotated(
+                token + first_value, scale, bias + first_value, q_norm, angles, norm_eps, dims, DIM, BIAS, NORM
+            )
+        queries = queries.to(pool.dtype.element_ty)
+        best, total, mixed = _over_blocks(
+            queries, pool, blocks + first_block, first, stop, position, head, layer, scaling, NUM_LAYERS, KV_HEADS,
+            ROWS, DIM, BLOCK, TOKENS, WINDOW, CAP,
+        )  # fmt: skip
+        if not IS_WRITTEN:  # noqa: SIM102 - a constant, and what the other mode lacks is not compiled
+            if part == num_parts - 1:  # the new token, which no block needs to be read for
+                key, value = _write_newest(
+                    token, bias, scale, pool, k_norm, angles, norm_eps, tl.load(slots + sequence), head, layer,
+                    NUM_LAYERS, KV_HEADS, GROUP, DIM, BLOCK, BIAS, NORM,
+                )  # fmt: skip
+                products = queries.to(tl.float32) * key.to(tl.float32)[None, :]
+                best, faded, weight = _weighed(best, _capped(tl.sum(products, axis=1), scaling, CAP))
+                mixed = mixed * faded[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+                total = total * faded + weight
+        place = sequence * KV_HEADS + head
+        ends = out + place * GROUP * DIM
+        if num_parts == 1:
+            _store(ends, mixed, total, GROUP, ROWS, DIM)
+        else:
+            kept = base.to(tl.int64) * KV_HEADS + head  # the first part's, and of the next one KV_HEADS behind
+            _leave(sums, marks, kept + part * KV_HEADS, mixed, best, total, ROWS, DIM)
+            if tl.atomic_add(arrived + place, 1, sem="acq_rel") == num_parts - 1:
+                tl.store(arrived + place, 0)
+                _join(sums, marks, ends, kept, num_parts, KV_HEADS, GROUP, ROWS, DIM)
 
 
 @triton.jit
@@ -164,6 +136,13 @@ def _raised(best, other):
     """The larger score, and what remains of weights that were relative to the first one."""
     highest = tl.maximum(best, other)
     return highest, tl.exp2(best - highest)
+
+
+@triton.jit
+def _weighed(best, score):
+    """The larger score, what remains of weights relative to `best`, and the weight of `score`."""
+    highest, faded = _raised(best, score)
+    return highest, faded, tl.exp2(score - highest)
 
 
 @triton.jit

@@ -8,50 +8,50 @@ and the layers' programs look their part up. Imported on CUDA hosts only; TRITON
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
+
+FIELDS = tl.constexpr(8)
+"""Of a part: its sequence, that one's new token's position and first place in the block tables; the tokens it begins
+and stops at; its number among the sequence's parts, how many these are, and the number of the first of them."""
 
 _PROGRAMS = 256  # about as many as keep a GPU busy
 _LEAST_TOKENS = 512  # of a part; joining smaller ones costs more than it gains
 _LEAST_TOKENS_OF_FEW = 128  # where there are fewer programs than keep a GPU busy
 
 
-@triton.jit
-def first_seen(position, WINDOW: tl.constexpr, TOKENS: tl.constexpr):
-    """The first token that the query at `position` attends to, down to a multiple of TOKENS."""
-    return tl.maximum(position - WINDOW + 1, 0) // TOKENS * TOKENS if WINDOW > 0 else 0
-
-
 @triton.jit(do_not_specialize=["num_sequences", "num_work", "room", "least"])
 def _share_kernel(
-    positions, work, firsts, num_sequences, num_work, room, least, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
-    PADDED: tl.constexpr,
+    positions, cu_blocks, work, num_sequences, num_work, room, least, IS_WRITTEN: tl.constexpr, WINDOW: tl.constexpr,
+    TOKENS: tl.constexpr, PADDED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, PADDED)
     inside = at < num_sequences
     position = tl.load(positions + at, mask=inside, other=0)
-    lengths = tl.where(inside, position + 1 - first_seen(position, WINDOW, TOKENS), 0)
-    part = tl.maximum(tl.cdiv(tl.sum(lengths, axis=0), room), least)
+    begin = tl.maximum(position - WINDOW + 1, 0) // TOKENS * TOKENS if WINDOW > 0 else tl.zeros_like(position)
+    stop = position + 1 if IS_WRITTEN else position
+    lengths = tl.where(inside, stop - begin, 0)
+    part = tl.cdiv(tl.maximum(tl.cdiv(tl.sum(lengths, axis=0), room), least), TOKENS) * TOKENS
     number = tl.where(inside, tl.maximum(tl.cdiv(lengths, part), 1), 0)
+    each = tl.cdiv(tl.cdiv(lengths, TOKENS), tl.maximum(number, 1)) * TOKENS  # all parts are about as long
+    number = tl.where(inside, tl.maximum(tl.cdiv(lengths, tl.maximum(each, 1)), 1), 0)
     ends = tl.cumsum(number, axis=0)
-    tl.store(firsts + at, ends - number, mask=inside)
+    first_block = tl.load(cu_blocks + at, mask=inside, other=0)
+    for index in range(tl.max(number, axis=0)):
+        is_part = index < number
+        record = work + (ends - number + index) * FIELDS
+        tl.store(record, at, mask=is_part)
+        tl.store(record + 1, position, mask=is_part)
+        tl.store(record + 2, first_block, mask=is_part)
+        tl.store(record + 3, begin + index * each, mask=is_part)
+        tl.store(record + 4, tl.minimum(begin + (index + 1) * each, stop), mask=is_part)
+        tl.store(record + 5, index + tl.zeros_like(at), mask=is_part)
+        tl.store(record + 6, number, mask=is_part)
+        tl.store(record + 7, ends - number, mask=is_part)
     total = tl.sum(number, axis=0)
-    tl.store(firsts + num_sequences, total)
-    for each in range(tl.max(number, axis=0)):
-        tl.store(work + ends - number + each, at, mask=each < number)
     for start in range(0, num_work, PADDED):
-        tl.store(work + start + at, -1, mask=(start + at >= total) & (start + at < num_work))
-
-
-@dataclass(frozen=True)
-class Shares:
-    """A step's work, all int32 on the device."""
-
-    work: torch.Tensor  # (W,): the sequence whose part it is; -1 behind the last one
-    firsts: torch.Tensor  # (S + 1,): each sequence's first part among all
+        tl.store(work + (start + at) * FIELDS, -1, mask=(start + at >= total) & (start + at < num_work))
 
 
 def most_work(num_sequences: int, kv_heads: int) -> int:
@@ -59,20 +59,29 @@ def most_work(num_sequences: int, kv_heads: int) -> int:
     return num_sequences + _room(num_sequences, kv_heads)
 
 
-def share(positions: torch.Tensor, kv_heads: int, *, window: int | None, tile: int, max_sequences: int) -> Shares:
-    """Shares a step out by the positions of its new tokens, (S,) of int32, where programs take `tile` tokens at once.
+def share(
+    positions: torch.Tensor,
+    cu_blocks: torch.Tensor,
+    kv_heads: int,
+    *,
+    is_written: bool,
+    window: int | None,
+    tile: int,
+    max_sequences: int,
+) -> torch.Tensor:
+    """Parts of a step, (most_work, FIELDS) of int32; the sequence of those that are none is -1.
 
-    One kernel serves all steps of up to `max_sequences`.
+    `positions` (S,) and `cu_blocks` (S + 1,) of int32; programs take `tile` tokens at once. The new token is left out
+    unless it `is_written`. One kernel serves all steps of up to `max_sequences`.
     """
     count, room = len(positions), _room(len(positions), kv_heads)
     least = _LEAST_TOKENS_OF_FEW if count * kv_heads < _PROGRAMS else _LEAST_TOKENS
-    work = torch.empty(most_work(count, kv_heads), dtype=torch.int32, device=positions.device)
-    firsts = torch.empty(count + 1, dtype=torch.int32, device=positions.device)
+    work = torch.empty((most_work(count, kv_heads), FIELDS.value), dtype=torch.int32, device=positions.device)
     _share_kernel[(1,)](
-        positions, work, firsts, count, len(work), room, least, WINDOW=window or 0, TOKENS=tile,
-        PADDED=triton.next_power_of_2(max_sequences), num_warps=4,
+        positions, cu_blocks, work, count, len(work), room, least, IS_WRITTEN=is_written, WINDOW=window or 0,
+        TOKENS=tile, PADDED=triton.next_power_of_2(max_sequences), FIELDS=FIELDS.value, num_warps=4,
     )  # fmt: skip
-    return Shares(work, firsts)
+    return work
 
 
 def _room(num_sequences: int, kv_heads: int) -> int:

@@ -7,7 +7,6 @@ TRITON_INTERPRET=1 python -m pytest tests/gpu/test_work_kernels.py    anywhere, 
 from __future__ import annotations
 
 import os
-from itertools import pairwise
 
 import pytest
 import torch
@@ -26,15 +25,29 @@ pytestmark = [
 ]
 
 
-def parts_of(lengths: list[int], kv_heads: int = 8, window: int | None = None, tile: int = 64) -> list[int]:
-    """How many parts each sequence gets."""
+def parts_of(
+    lengths: list[int], kv_heads: int = 8, window: int | None = None, tile: int = 64, *, is_written: bool = True
+) -> list[int]:
+    """How many parts each sequence gets; they are checked to hold all its tokens once."""
     positions = torch.tensor([length - 1 for length in lengths], dtype=torch.int32, device=DEVICE)
-    shares = share(positions, kv_heads, window=window, tile=tile, max_sequences=MAX_SEQUENCES)
-    work, firsts = shares.work.tolist(), shares.firsts.tolist()
-    parts = [stop - first for first, stop in pairwise(firsts)]
+    cu_blocks = torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE) * 3
+    work = share(
+        positions, cu_blocks, kv_heads, is_written=is_written, window=window, tile=tile, max_sequences=MAX_SEQUENCES
+    ).tolist()
     assert len(work) == most_work(len(lengths), kv_heads)
-    assert work[: firsts[-1]] == [i for i, count in enumerate(parts) for _ in range(count)]
-    assert set(work[firsts[-1] :]) <= {-1}
+    count = next((i for i, record in enumerate(work) if record[0] < 0), len(work))
+    assert all(record[0] == -1 for record in work[count:])
+    parts, at = [0] * len(lengths), 0
+    for number, (sequence, position, first_block, first, stop, part, num_parts, base) in enumerate(work[:count]):
+        assert (position, first_block) == (lengths[sequence] - 1, 3 * sequence)
+        assert (part, base) == (parts[sequence], number - part)
+        seen = 0 if window is None else max(0, lengths[sequence] - window) // tile * tile
+        assert first == (at if part else seen)
+        assert first % tile == 0
+        at = stop
+        parts[sequence] += 1
+        if parts[sequence] == num_parts:
+            assert stop == lengths[sequence] - (not is_written)
     assert min(parts) >= 1
     return parts
 
@@ -52,10 +65,15 @@ def test_a_long_one_among_short_ones_is_cut(count: int, most_tokens: int) -> Non
     assert 16_000 / long <= most_tokens
 
 
+def test_a_token_that_is_not_written_is_left_out() -> None:
+    assert parts_of([1, 129, 640, 5_000], is_written=False)[0] == 1
+    parts_of([1] * 64, is_written=False)
+
+
 def test_few_sequences_are_cut_until_the_gpu_is_busy() -> None:
     assert parts_of([4_000])[0] * 8 >= 200
     assert parts_of([128]) == [1]
-    assert parts_of([200] * 8) == [2] * 8
+    assert parts_of([200] * 8, tile=128) == [2] * 8
 
 
 def test_what_a_window_leaves_out_does_not_count() -> None:
