@@ -19,7 +19,16 @@ GRAPH_FILES = {"graph/agg.py", "graph/disagg.py"}
 MAY_IMPORT = {"graph": set(), "components": {"graph"}, "frontends": {"graph", "components"}}
 """Below the text side there are only token ids, below the token side no word of models."""
 
-LEVELS = {"messages": 0, "options": 0, "rules": 0, "model_cache": 0, "kv": 1, "engine": 2, "transfer": 2}
+LEVELS = {
+    "messages": 0,
+    "options": 0,
+    "rules": 0,
+    "file_lock": 0,
+    "model_cache": 0,
+    "kv": 1,
+    "engine": 2,
+    "transfer": 2,
+}
 WORKERS = 3
 """What is not listed is the running worker's or the router's; peers of one level below never import each other."""
 

@@ -17,27 +17,18 @@ import torch
 
 from components.engine.attention import KVPool
 from components.engine.batch import cumulated
-from components.engine.chunk_graphs import ChunkGraphs, chunk_sizes, pad
-from components.engine.decode_attention import FEW_SEQUENCES, DecodeAttention, DecodeTables
-from components.engine.flash import (
-    LEAST_GATHERED_QUERIES,
-    MOST_GATHERED,
-    FlashAttention,
-    FlashStep,
-    SideBySide,
-    Tables,
-    should_gather,
-)
+from components.engine.chunk_graphs import ChunkGraphs, chunk_sizes
+from components.engine.decode_attention import FEW_SEQUENCES, DecodeAttention
+from components.engine.flash import LEAST_GATHERED_QUERIES, MOST_GATHERED, FlashAttention
 from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import GpuSampler, LogprobCopy
 from components.engine.graphs import DecodeGraphs
 from components.engine.memory import num_pool_blocks
 from components.engine.model_decoder import ModelDecoder
-from components.engine.packing import FIELDS, bucket_sizes, most_blocks
+from components.engine.packing import bucket_sizes, most_blocks
 from components.engine.products import large_rows, make_products
 from components.engine.runner import GPU_BATCHED_TOKENS, Batch, Ints, KVRegion, Launched, Sampled, SampleRow
-from components.engine.split import Split, places, split
-from components.engine.staging import Staging
+from components.engine.step_inputs import Inputs, StepInputs
 from components.engine.torch_runner import Loaded
 from components.kv.layout import ITEM_BYTES
 from components.messages import Sampling
@@ -46,7 +37,6 @@ from components.options import WorkerOptions
 log = logging.getLogger(__name__)
 
 _MAX_GRAPH_BATCH = 512
-_ALIGNED = 4  # fields begin at multiples of 16 bytes, for which Triton compiles kernels of their own
 _FIXED_BYTES = 3 << 30  # FlashInfer's workspace, graphs, cuBLAS, fragmentation
 
 
@@ -74,9 +64,7 @@ class CudaRunner:
         decodes = DecodeAttention(self._pool.blocks, config.num_attention_heads, options.max_num_seqs)
         self._attention = FlashAttention(self._pool, config.num_attention_heads, decodes)
         max_blocks = most_blocks(options.max_num_seqs, self.max_model_len, self.layout.block_size)
-        room = FIELDS * (max_tokens + _ALIGNED) + 2 * (options.max_num_seqs + _ALIGNED) + max_blocks
-        room += MOST_GATHERED // self.layout.block_size + 1
-        self._staging = Staging(room, torch.int32, device)
+        self._inputs = Inputs(self._attention, max_tokens, options.max_num_seqs, max_blocks)
         self._sampler = GpuSampler(options.max_num_seqs, self.vocab_size, device)
         self._last_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=device)
         self._results = [
@@ -140,77 +128,30 @@ class CudaRunner:
         """Any step, its attentions one by one; logits of the sampled rows, None without any."""
         count = len(batch.input_ids)
         size = self._chunk_graphs.size_for(count) if self._chunk_graphs is not None else None
-        parts = split(batch, self.layout.block_size)
-        side_by_side = self._side_by_side(parts)
-        fields, cu_blocks, blocks, sent_places, kept = self._send(batch, size or _aligned(count), parts, side_by_side)
-        given, fed, positions, slots = fields[:, :count]
-        decodes = DecodeTables(positions[: parts.num_decodes], slots[: parts.num_decodes], cu_blocks, blocks)
-        tables = self._tables(parts, blocks[int(batch.cu_blocks[parts.num_decodes]) :], side_by_side, sent_places)
-        step = FlashStep(self._attention, slots, decodes, tables)
+        sent = self._inputs.send(batch, size)
         if self._chunk_graphs is not None and size is not None:
-            return self._logits(self._chunk_graphs.run(size, count, step), kept)
-        ids = torch.where(fed >= 0, self._last_tokens[fed.clamp_min(0)], given)
+            return self._logits(self._chunk_graphs.run(size, count, sent.step), sent.kept)
+        ids = torch.where(sent.fed >= 0, self._last_tokens[sent.fed.clamp_min(0)], sent.given)
         if self._decoder is None:
-            return self._run_model(ids, positions, step, kept)
-        return self._logits(self._decoder.hidden(ids, positions, slots, step), kept)
-
-    def _side_by_side(self, parts: Split) -> Ints:
-        """The places of the chunks' blocks if their keys and values are to be gathered; else nothing."""
-        block_size = self.layout.block_size
-        num_keys = int(parts.cu_blocks[-1]) * block_size
-        is_better = should_gather(self._device, int(parts.cu_seqlens_q[-1]), num_keys)
-        return places(parts, block_size) if is_better else np.empty(0, np.int32)
-
-    def _send(self, batch: Batch, size: int, parts: Split, side_by_side: Ints) -> tuple[torch.Tensor, ...]:
-        """On the device: fields (4, size), the decodes' cu_blocks, all blocks, their places, and the rows sampled.
-
-        What Triton's kernels care for the alignment of comes first.
-        """
-        feeds = batch.feeds if batch.feeds is not None else np.full(len(batch.input_ids), -1, np.int32)
-        fields = (batch.input_ids, feeds, batch.positions, batch.slot_mapping.astype(np.int32))
-        cu_blocks = np.zeros(_aligned(parts.num_decodes + 1), np.int32)
-        cu_blocks[: parts.num_decodes + 1] = batch.cu_blocks[: parts.num_decodes + 1]
-        kept = batch.cu_seqlens_q[[row.row + 1 for row in batch.samples]] - 1
-        head = pad(fields, size, self._pool.num_blocks * self.layout.block_size)
-        pieces = (head, cu_blocks, batch.blocks, side_by_side, kept)
-        sent = self._staging.send(np.concatenate(pieces).astype(np.int32, copy=False))
-        sent_fields, *others = torch.split(sent, [len(piece) for piece in pieces])
-        return sent_fields.view(FIELDS, size), *others
+            return self._run_model(ids, sent)
+        return self._logits(self._decoder.hidden(ids, sent.positions, sent.slots, sent.step), sent.kept)
 
     def _logits(self, hidden: torch.Tensor, kept: torch.Tensor) -> torch.Tensor | None:
         assert self._decoder is not None
         return self._decoder.logits(self._decoder.norm(hidden[kept])) if len(kept) else None
 
-    def _run_model(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: FlashStep, kept: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _run_model(self, ids: torch.Tensor, sent: StepInputs) -> torch.Tensor | None:
         inputs: dict[str, Any] = {
             "input_ids": ids[None],
-            "position_ids": positions.long()[None],
+            "position_ids": sent.positions.long()[None],
             "use_cache": False,
-            "paged_step": step,
+            "paged_step": sent.step,
         }
-        if not len(kept):
+        if not len(sent.kept):
             self._model.base_model(**inputs)
             return None
-        logits: torch.Tensor = self._model(**inputs, logits_to_keep=kept.long()).logits[0]
+        logits: torch.Tensor = self._model(**inputs, logits_to_keep=sent.kept.long()).logits[0]
         return logits
-
-    def _tables(
-        self, parts: Split, blocks: torch.Tensor, side_by_side: Ints, sent_places: torch.Tensor
-    ) -> Tables | None:
-        if not parts.num_chunks:
-            return None
-        gathered = None
-        if len(side_by_side):
-            gathered = SideBySide(sent_places, torch.from_numpy(side_by_side[parts.cu_blocks]))
-        return Tables(
-            torch.from_numpy(parts.cu_seqlens_q),
-            torch.from_numpy(parts.cu_blocks),
-            torch.from_numpy(parts.last_lengths),
-            blocks,
-            gathered,
-        )
 
     def _prepare_graphs(self, max_batch: int, max_blocks: int, report: Callable[[str], None]) -> None:
         if self._decoder is not None:
@@ -229,7 +170,7 @@ class CudaRunner:
         graphs.capture(self._last_tokens, report)
         self._graphs = graphs
         if self._decoder is not None:
-            self._chunk_graphs = ChunkGraphs(self._decoder, self._staging.device_buffer, self._max_tokens)
+            self._chunk_graphs = ChunkGraphs(self._decoder, self._inputs.buffer, self._max_tokens)
             self._chunk_graphs.capture(self._last_tokens, report)
 
     def _warm_up(self, report: Callable[[str], None]) -> None:
@@ -280,10 +221,6 @@ def _trial_batch(lengths: Ints, block: int, block_size: int, sampling: Sampling)
         slot_mapping=positions.astype(np.int64) % block_size + block * block_size,
         samples=(SampleRow(len(lengths) - 1, sampling, int(lengths[-1]), empty, empty),),
     )
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNED) * _ALIGNED
 
 
 def _reserved_bytes(loaded: Loaded, max_tokens: int, max_seqs: int) -> int:

@@ -122,9 +122,12 @@ def _try_capture(run: Callable[[], None]) -> None:
     """Captures and forgets. Raises `RuntimeError` where that fails, with everything as it was before.
 
     Where something spoiled the capture, torch's `capture_end` raises as well, and before it has ended what the capture
-    began: its stream is still the current one, and the allocator waits for the end of what uses its pool.
+    began: its stream is still the current one, the allocator waits for the end of what uses its pool, and the generator
+    takes what it draws for captured.
     """
-    before, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    device = torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    before, pool, drawn = torch.cuda.current_stream(), torch.cuda.graph_pool_handle(), generator.get_state()
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool):
             run()
@@ -132,8 +135,11 @@ def _try_capture(run: Callable[[], None]) -> None:
         if torch.cuda.current_stream() == before:
             raise
         torch.cuda.set_stream(before)
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+        fresh = torch.Generator(before.device)
+        fresh.set_state(drawn)
+        generator.graphsafe_set_state(fresh)
         raise RuntimeError(str(error.__context__ or error)) from error
 
 

@@ -102,7 +102,7 @@ class Products:
 
     def __init__(
         self,
-        make_plan: Callable[[Problem], Plan | None] = lambda _: None,
+        make_plan: Callable[[Problem], Plan | None] | None = None,
         file: Path | None = None,
         *,
         measure: Callable[[Callable[[], object]], float] | None = None,
@@ -139,6 +139,8 @@ class Products:
 
     def tune(self, jobs: Iterable[Job], report: Callable[[str], None]) -> None:
         """Searches for what the file does not know yet, and adds it there; who comes meanwhile waits for it."""
+        if self._make_plan is None:
+            return
         kinds = {problem: job.weights for job in jobs for problem in job.problems()}
         if self._file is None:
             self._search_all(kinds, report)
@@ -172,14 +174,14 @@ class Products:
 
     def _look_up(self, problem: Problem) -> tuple[Plan, Algorithm] | None:
         words = self._choices.get(str(problem.searched))
-        plan = self._make_plan(problem) if words is not None else None
+        plan = self._make_plan(problem) if words is not None and self._make_plan is not None else None
         if words is None or plan is None:
             return None
         algorithm = np.array(words, np.uint64)
         return (plan, algorithm) if plan.can_use(algorithm) else None
 
     def _search(self, problem: Problem, weights: Sequence[torch.Tensor]) -> Algorithm | None:
-        plan = self._make_plan(problem)
+        plan = self._make_plan(problem) if self._make_plan is not None else None
         if plan is None:
             return None
         used = weights[: max(_FEWEST_WEIGHTS, min(_MOST_WEIGHTS, _COLD_BYTES // weights[0].nbytes))]
