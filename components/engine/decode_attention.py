@@ -21,6 +21,9 @@ from components.engine.work_kernels import most_work, share
 FEW_SEQUENCES = 64
 """From so many on, programs take tiles of fewer tokens, which is a kernel of its own."""
 
+_SMALL_TILE = 64  # tokens at once
+_MOST_DIM = 128  # of heads whose larger tiles fit into shared memory, and whose smaller ones into few registers
+_REGISTERS = 96  # of a thread: five programs then fit on a multiprocessor, three with what the compiler would take
 _HEAD_ROWS = 16  # the least that a tensor core takes
 
 
@@ -115,16 +118,17 @@ class DecodeAttention:
         rotary: tuple[torch.Tensor, ...], window: int | None, is_written: bool, **constants: Any,
     ) -> None:  # fmt: skip
         _, kv_heads, num_layers, _, block_size, dim = self._pool.shape
-        tile = 128 if len(out) < FEW_SEQUENCES and dim <= 128 else 64
+        tile = 2 * _SMALL_TILE if len(out) < FEW_SEQUENCES and dim <= _MOST_DIM else _SMALL_TILE
         if window not in step.shares:
             step.shares[window] = share(
                 step.positions, step.cu_blocks, kv_heads, is_written=is_written, window=window, tile=tile,
                 max_sequences=self._max_sequences,
             )  # fmt: skip
         work = step.shares[window]
-        decode_kernel[(len(work), kv_heads)](
+        # Those without a part come last, lest some multiprocessors get none and others two that have one.
+        decode_kernel[(kv_heads, len(work))](
             *rows, self._pool, out, self._sums, self._marks, self._arrived, work, *rotary, step.slots, step.blocks,
             *settings, NUM_LAYERS=num_layers, KV_HEADS=kv_heads, GROUP=self._group, ROWS=self._rows, DIM=dim,
             BLOCK=block_size, TOKENS=tile, WINDOW=window or 0, IS_WRITTEN=is_written, num_warps=4, num_stages=2,
-            **constants,
+            maxnreg=_REGISTERS if tile == _SMALL_TILE and dim <= _MOST_DIM else None, **constants,
         )  # fmt: skip

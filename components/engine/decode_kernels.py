@@ -27,10 +27,10 @@ def decode_kernel(
     WINDOW: tl.constexpr, CAP: tl.constexpr, IS_SCALED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     IS_WRITTEN: tl.constexpr,
 ):  # fmt: skip
-    record, head = work + tl.program_id(0) * FIELDS, tl.program_id(1)
+    head, record = tl.program_id(0), work + tl.program_id(1) * FIELDS
     sequence, position, first_block = tl.load(record).to(tl.int64), tl.load(record + 1), tl.load(record + 2)
-    first, stop, part, num_parts = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5), tl.load(record + 6)
-    base = tl.load(record + 7)
+    first_tile, stop, base = tl.load(record + 3), tl.load(record + 4), tl.load(record + 7)
+    part, num_parts = tl.load(record + 5), tl.load(record + 6)
     if sequence >= 0:
         dims = tl.zeros([ROWS, DIM], tl.int32) + tl.arange(0, DIM)[None, :]
         first_value = (head * GROUP + tl.minimum(tl.arange(0, ROWS), GROUP - 1)[:, None]) * DIM
@@ -45,8 +45,8 @@ def decode_kernel(
             )
         queries = queries.to(pool.dtype.element_ty)
         best, total, mixed = _over_blocks(
-            queries, pool, blocks + first_block, first, stop, position, head, layer, scaling, NUM_LAYERS, KV_HEADS,
-            ROWS, DIM, BLOCK, TOKENS, WINDOW, CAP,
+            queries, pool, blocks + first_block, first_tile * TOKENS, stop, position, head, layer, scaling, NUM_LAYERS,
+            KV_HEADS, ROWS, DIM, BLOCK, TOKENS, WINDOW, CAP,
         )  # fmt: skip
         if not IS_WRITTEN:  # noqa: SIM102 - a constant, and what the other mode lacks is not compiled
             if part == num_parts - 1:  # the new token, which no block needs to be read for

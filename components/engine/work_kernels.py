@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 FIELDS = tl.constexpr(8)
-"""Of a part: its sequence, that one's new token's position and first place in the block tables; the tokens it begins
-and stops at; its number among the sequence's parts, how many these are, and the number of the first of them."""
+"""Of a part: its sequence, that one's new token's position and first place in the block tables; the tile of tokens it
+begins with and the token it stops at; its number among the sequence's parts, how many these are, and the number of
+the first of them."""
 
 _PROGRAMS = 256  # about as many as keep a GPU busy
 _LEAST_TOKENS = 512  # of a part; joining smaller ones costs more than it gains
@@ -44,7 +45,7 @@ def _share_kernel(
         tl.store(record, at, mask=is_part)
         tl.store(record + 1, position, mask=is_part)
         tl.store(record + 2, first_block, mask=is_part)
-        tl.store(record + 3, begin + index * each, mask=is_part)
+        tl.store(record + 3, (begin + index * each) // TOKENS, mask=is_part)
         tl.store(record + 4, tl.minimum(begin + (index + 1) * each, stop), mask=is_part)
         tl.store(record + 5, index + tl.zeros_like(at), mask=is_part)
         tl.store(record + 6, number, mask=is_part)

@@ -38,12 +38,11 @@ def parts_of(
     count = next((i for i, record in enumerate(work) if record[0] < 0), len(work))
     assert all(record[0] == -1 for record in work[count:])
     parts, at = [0] * len(lengths), 0
-    for number, (sequence, position, first_block, first, stop, part, num_parts, base) in enumerate(work[:count]):
+    for number, (sequence, position, first_block, tile_number, stop, part, num_parts, base) in enumerate(work[:count]):
         assert (position, first_block) == (lengths[sequence] - 1, 3 * sequence)
         assert (part, base) == (parts[sequence], number - part)
         seen = 0 if window is None else max(0, lengths[sequence] - window) // tile * tile
-        assert first == (at if part else seen)
-        assert first % tile == 0
+        assert tile_number * tile == (at if part else seen)
         at = stop
         parts[sequence] += 1
         if parts[sequence] == num_parts:
