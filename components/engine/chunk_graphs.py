@@ -15,6 +15,7 @@ import torch
 
 from components.engine.flash import FlashStep
 from components.engine.fused_cuda import CudaDecoder
+from components.engine.layer_kernels import fed_ids
 from components.engine.packing import FIELDS
 
 _SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -75,8 +76,7 @@ class ChunkGraphs:
         ids, feeds, positions, slots = self._buffer[: FIELDS * size].view(FIELDS, size)
         residual = self._residual[:size]
         if part == 0:
-            fed = torch.where(feeds >= 0, last_tokens[feeds.clamp_min(0)], ids)
-            residual.copy_(self._decoder.embed(fed))
+            residual.copy_(self._decoder.embed(fed_ids(ids, feeds, last_tokens)))
         else:
             self._decoder.after_attention(part - 1, residual, self._attended[:size])
         if part < len(self._decoder.layers):

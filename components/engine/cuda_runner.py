@@ -23,6 +23,7 @@ from components.engine.flash import LEAST_GATHERED_QUERIES, MOST_GATHERED, Flash
 from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import GpuSampler, LogprobCopy
 from components.engine.graphs import DecodeGraphs
+from components.engine.layer_kernels import fed_ids
 from components.engine.memory import num_pool_blocks
 from components.engine.model_decoder import ModelDecoder
 from components.engine.packing import bucket_sizes, most_blocks
@@ -131,7 +132,7 @@ class CudaRunner:
         sent = self._inputs.send(batch, size)
         if self._chunk_graphs is not None and size is not None:
             return self._logits(self._chunk_graphs.run(size, count, sent.step), sent.kept)
-        ids = torch.where(sent.fed >= 0, self._last_tokens[sent.fed.clamp_min(0)], sent.given)
+        ids = fed_ids(sent.given, sent.fed, self._last_tokens)
         if self._decoder is None:
             return self._run_model(ids, sent)
         return self._logits(self._decoder.hidden(ids, sent.positions, sent.slots, sent.step), sent.kept)

@@ -60,13 +60,14 @@ def module_arguments(
     return (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, has_window, is_capped, False)
 
 
-def should_gather(device: torch.device, num_queries: int, num_keys: int) -> bool:
-    """Whether keys and values of a step are better copied side by side than read from their blocks."""
-    has_copy_engine = torch.cuda.get_device_capability(device)[0] == 9  # and FlashInfer a kernel that uses it
-    is_worth_it = num_queries >= LEAST_GATHERED_QUERIES and num_keys <= min(
-        MOST_GATHERED, num_queries * _MOST_PER_QUERY
-    )
-    return has_copy_engine and is_worth_it
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether the GPU has one that FlashInfer's kernels use."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def should_gather(num_queries: int, num_keys: int) -> bool:
+    """Whether a copy engine makes it worth while to copy a step's keys and values side by side."""
+    return num_queries >= LEAST_GATHERED_QUERIES and num_keys <= min(MOST_GATHERED, num_queries * _MOST_PER_QUERY)
 
 
 class Tables(msgspec.Struct, frozen=True):
@@ -199,14 +200,18 @@ class FlashStep:
         self._attention = attention
         self._decodes, self._chunks = decodes, chunks
         self._planned: dict[_Key, _Attend] = {}
-        block_size = attention.pool.layout.block_size
-        self._block, self._offset = slots.long() // block_size, slots.long() % block_size
+        self._slots = slots
+        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Puts the new tokens' keys and values into their slots."""
+        if self._places is None:  # models with kernels of their own write otherwise
+            slots, block_size = self._slots.long(), self._attention.pool.layout.block_size
+            self._places = slots // block_size, slots % block_size
+        block, offset = self._places
         kv = self._attention.pool.blocks[:, :, layer]  # (blocks, heads, K and V, block_size, head_dim)
-        kv[self._block, :, 0, self._offset] = keys
-        kv[self._block, :, 1, self._offset] = values
+        kv[block, :, 0, offset] = keys
+        kv[block, :, 1, offset] = values
 
     def attend(self, layer: int, queries: torch.Tensor, shape: Shape, out: torch.Tensor | None = None) -> torch.Tensor:
         """Attends with queries, (tokens, query_heads, head_dim), over what is written; into `out` if it is given."""

@@ -16,6 +16,7 @@ import torch
 
 from components.engine.attention import KVPool
 from components.engine.decode_attention import DecodeTables
+from components.engine.layer_kernels import fed_ids
 from components.engine.packing import FIELDS, bucket_sizes, is_packable, pack, packed_size
 from components.engine.runner import Batch
 from components.engine.sampling_kernels import argmax
@@ -101,7 +102,7 @@ class DecodeGraphs:
         buffer, head = self._staging.device_buffer, FIELDS * self._max_batch
         ids, feeds, positions, slots = buffer[:head].view(FIELDS, self._max_batch)[:, :size]
         cu_blocks, blocks = buffer[head : head + size + 1], buffer[head + self._max_batch + 1 :]
-        fed = torch.where(feeds >= 0, last_tokens[feeds.clamp_min(0)], ids)
+        fed = fed_ids(ids, feeds, last_tokens)
         self._decoder.decode_into(fed, DecodeTables(positions, slots, cu_blocks, blocks), self.logits[:size])
         argmax(self.logits[:size], last_tokens[:size])
 

@@ -1,4 +1,4 @@
-"""Triton kernels of a layer beside its products: norms, rotary with the KV write, gated activation.
+"""Triton kernels of a step beside its products and attention: ids, norms, rotary with the KV write, gated activation.
 
 A layer's norms are never written out: their weights stand in the products that follow, and what is left, a factor
 for each row, is applied to what the products give (`row_scales`, or in the kernels that read it). All arithmetic is
@@ -12,7 +12,27 @@ import triton
 import triton.language as tl
 
 _HEADS_PER_PROGRAM = 8
+_IDS_PER_PROGRAM = 256
 _GATED_PER_PROGRAM = 2048
+
+
+@triton.jit(do_not_specialize=["count"])
+def _fed_ids_kernel(given, fed, last_tokens, ids, count, PART: tl.constexpr):
+    at = tl.program_id(0) * PART + tl.arange(0, PART)
+    place = tl.load(fed + at, mask=at < count, other=-1)
+    token = tl.load(given + at, mask=at < count, other=0).to(tl.int64)
+    token = tl.where(place >= 0, tl.load(last_tokens + place, mask=place >= 0, other=0), token)
+    tl.store(ids + at, token, mask=at < count)
+
+
+def fed_ids(given: torch.Tensor, fed: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
+    """The ids of a step's tokens, (tokens,) of int64: those given, or what the step before chose at `fed` if that is 0
+    or more; both (tokens,) of int32."""
+    ids = torch.empty(len(given), dtype=torch.int64, device=given.device)
+    _fed_ids_kernel[(triton.cdiv(len(given), _IDS_PER_PROGRAM),)](
+        given, fed, last_tokens, ids, len(given), PART=_IDS_PER_PROGRAM, num_warps=4
+    )
+    return ids
 
 
 @triton.jit

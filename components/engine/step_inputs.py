@@ -11,7 +11,15 @@ import torch
 
 from components.engine.chunk_graphs import pad
 from components.engine.decode_attention import DecodeTables
-from components.engine.flash import MOST_GATHERED, FlashAttention, FlashStep, SideBySide, Tables, should_gather
+from components.engine.flash import (
+    MOST_GATHERED,
+    FlashAttention,
+    FlashStep,
+    SideBySide,
+    Tables,
+    has_copy_engine,
+    should_gather,
+)
 from components.engine.packing import FIELDS
 from components.engine.runner import Batch, Ints
 from components.engine.split import Split, places, split
@@ -41,6 +49,7 @@ class Inputs:
         self._spare_slot = attention.pool.num_blocks * layout.block_size
         room = FIELDS * (max_tokens + _ALIGNED) + 2 * (max_sequences + _ALIGNED) + max_blocks
         self._staging = Staging(room + MOST_GATHERED // layout.block_size + 1, torch.int32, self._device)
+        self._can_gather = has_copy_engine(self._device)
         self.buffer = self._staging.device_buffer
 
     def send(self, batch: Batch, size: int | None) -> StepInputs:
@@ -69,7 +78,7 @@ class Inputs:
     def _side_by_side(self, parts: Split) -> Ints:
         """The places of the chunks' blocks if their keys and values are to be gathered; else nothing."""
         num_keys = int(parts.cu_blocks[-1]) * self._block_size
-        is_better = should_gather(self._device, int(parts.cu_seqlens_q[-1]), num_keys)
+        is_better = self._can_gather and should_gather(int(parts.cu_seqlens_q[-1]), num_keys)
         return places(parts, self._block_size) if is_better else np.empty(0, np.int32)
 
     def _pieces(self, batch: Batch, size: int, parts: Split, side_by_side: Ints) -> tuple[Ints, ...]:
