@@ -168,25 +168,38 @@ def show(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> str:
 
 def profile(bench: Bench, count: int) -> str:
     """Where the time of a decode step goes, kernel by kernel: of the first steps without a prompt."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        bench.round(count, 128, 2 * _PROFILED_STEPS, GREEDY)
-    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels.sort(key=lambda event: event.time_range.start)
+    kernels = _kernels_of(bench, count, 128, 2 * _PROFILED_STEPS)
     prompts = [i for i, event in enumerate(kernels) if "PrefillWithKVCache" in event.name]
     ends = [i for i, event in enumerate(kernels) if "_argmax_join" in event.name]  # each step's last kernel
     steps = [i for i in ends if i > prompts[-1]][: _PROFILED_STEPS + 1]
-    num_steps = len(steps) - 1
-    seen = kernels[steps[0] + 1 : steps[-1] + 1]
     took_us = kernels[steps[-1]].time_range.end - kernels[steps[0]].time_range.end
+    return f"decode of {count}, a step: " + _told(kernels[steps[0] + 1 : steps[-1] + 1], took_us, len(steps) - 1)
+
+
+def profile_prompts(bench: Bench, count: int, tokens: int) -> str:
+    """Where the time of prompts goes, kernel by kernel."""
+    bench.round(count, tokens, 1, GREEDY)
+    kernels = _kernels_of(bench, count, tokens, 1)
+    took_us = kernels[-1].time_range.end - kernels[0].time_range.start
+    return f"{count} prompts of {tokens}: " + _told(kernels, took_us, 1)
+
+
+def _kernels_of(bench: Bench, count: int, tokens_in: int, tokens_out: int) -> list[Any]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        bench.round(count, tokens_in, tokens_out, GREEDY)
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted(kernels, key=lambda event: event.time_range.start)
+
+
+def _told(kernels: list[Any], took_us: float, rounds: int) -> str:
     spent: dict[str, list[float]] = {}
-    for event in seen:
+    for event in kernels:
         spent.setdefault(event.name, []).append(event.time_range.end - event.time_range.start)
     busy_us = sum(map(sum, spent.values()))
-    lines = [f"decode of {count}: {took_us / num_steps:,.0f} us a step, {1 - busy_us / took_us:.1%} between kernels"]
+    lines = [f"{took_us / rounds:,.0f} us, {1 - busy_us / took_us:.1%} between kernels"]
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:16]:
-        share = sum(times) / took_us
-        each, number = statistics.mean(times), len(times) / num_steps
-        lines.append(f"{share:7.1%} {number:7.1f} x {each:8.1f} us  {name[:100]}")
+        each, number = statistics.mean(times), len(times) / rounds
+        lines.append(f"{sum(times) / took_us:7.1%} {number:7.1f} x {each:8.1f} us  {name[:100]}")
     return "\n".join(lines)
 
 
@@ -200,7 +213,8 @@ def main() -> None:
     parser.add_argument("--rows", default="decode,sampled,long,prefill")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--batched-tokens", type=int, default=8_192)
-    parser.add_argument("--profile", default="")
+    parser.add_argument("--profile", default="", help="decode steps of so many sequences, kernel by kernel")
+    parser.add_argument("--profile-prompts", default="", help="the same of prompts: 1x4096,8x4096")
     parser.add_argument("--max-seconds", type=float, default=1e9, help="start no further row after this time")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -216,6 +230,8 @@ def main() -> None:
             rows.append(run_row(bench, row, ceilings, args.rounds))
             logging.info(rows[-1])
     profiles = [profile(bench, int(count)) for count in args.profile.split(",") if count]
+    prompts = [each.split("x") for each in args.profile_prompts.split(",") if each]
+    profiles += [profile_prompts(bench, int(count), int(tokens)) for count, tokens in prompts]
     bench.engine.stop()
     text = show(rows, ceilings)
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
