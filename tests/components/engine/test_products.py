@@ -117,7 +117,7 @@ def test_what_was_found_is_kept(tmp_path: Path) -> None:
 def test_a_broken_file_is_searched_anew(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "gpu.json"
     file.write_text(text)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "components.engine.products"):
         tuned(Library({4: 0.5}), file, rows=[2])
     assert str(file) in caplog.text
     assert json.loads(file.read_text()) == {"2x6x4 float32": [4] * 8}
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written_only_costs_the_search(
 ) -> None:
     (tmp_path / "file").write_text("")
     library = Library({4: 0.5})
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "components.engine.products"):
         products = tuned(library, tmp_path / "file" / "gpu.json", rows=[2])
     assert "not kept" in caplog.text
     products(torch.randn(2, INPUTS), make_weights(1)[0])
