@@ -54,7 +54,7 @@ def resolve_model(name_or_path: str) -> Path:
 
 
 def cache_root() -> Path:
-    """Where converted models are kept."""
+    """Where what is made once is kept: converted models, the choice of matrix products."""
     if explicit := os.environ.get("HEADRACE_CACHE"):
         return Path(explicit).expanduser()
     if base := os.environ.get("XDG_CACHE_HOME"):

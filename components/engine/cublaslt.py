@@ -34,6 +34,7 @@ class CublasLt:
 class _Plan:
     def __init__(self, library: CublasLt, problem: Problem) -> None:
         self._library = library
+        self._product, self._layouts = 0, list[int]()  # what is made below must be destroyed
         kind = _TYPES[problem.dtype]
         self._product = cublasLt.matmul_desc_create(cublas.ComputeType.COMPUTE_32F, CudaDataType.CUDA_R_32F)
         transposed = np.array(_TRANSPOSED, np.int32)
@@ -41,17 +42,22 @@ class _Plan:
             self._product, cublasLt.MatmulDescAttribute.TRANSA, transposed.ctypes.data, transposed.nbytes
         )
         # Columns come first there: a row-major matrix is its own transpose, and out' = weight x'.
-        self._weight = cublasLt.matrix_layout_create(kind, problem.inputs, problem.outputs, problem.inputs)
-        self._x = cublasLt.matrix_layout_create(kind, problem.inputs, problem.rows, problem.inputs)
-        self._out = cublasLt.matrix_layout_create(kind, problem.outputs, problem.rows, problem.outputs)
+        for count, size in (
+            (problem.outputs, problem.inputs),  # the weight
+            (problem.rows, problem.inputs),  # x
+            (problem.rows, problem.outputs),  # what stands there, and the outcome
+        ):
+            self._layouts.append(cublasLt.matrix_layout_create(kind, size, count, size))
+        self._all_layouts = (*self._layouts, self._layouts[-1])
         self._factors = np.array([1.0, 1.0 if problem.is_added else 0.0], np.float32)  # of it, of what stood there
         self._alpha = self._factors.ctypes.data
         self._beta = self._alpha + self._factors.itemsize
 
     def __del__(self) -> None:
-        for layout in (self._weight, self._x, self._out):
+        for layout in self._layouts:
             cublasLt.matrix_layout_destroy(layout)
-        cublasLt.matmul_desc_destroy(self._product)
+        if self._product:
+            cublasLt.matmul_desc_destroy(self._product)
 
     def guesses(self) -> list[Algorithm]:
         """The likely best one first."""
@@ -62,20 +68,24 @@ class _Plan:
         )
         results = np.zeros(_MOST_GUESSES, cublasLt.matmul_heuristic_result_dtype)
         count = np.zeros(1, np.int32)
-        cublasLt.matmul_algo_get_heuristic(
-            self._library.handle, self._product, self._weight, self._x, self._out, self._out, preference,
-            len(results), results.ctypes.data, count.ctypes.data,
-        )  # fmt: skip
-        cublasLt.matmul_preference_destroy(preference)
-        return [result["algo"]["data_"].copy() for result in results[: count[0]] if result["state"] == 0]
+        try:
+            cublasLt.matmul_algo_get_heuristic(
+                self._library.handle, self._product, *self._all_layouts, preference, len(results), results.ctypes.data,
+                count.ctypes.data,
+            )  # fmt: skip
+        except cublasLt.cuBLASLtError:
+            return []
+        finally:
+            cublasLt.matmul_preference_destroy(preference)
+        found = [result["algo"]["data_"].copy() for result in results[: count[0]] if result["state"] == 0]
+        return [algorithm for algorithm in found if self.can_use(algorithm)]
 
     def can_use(self, algorithm: Algorithm) -> bool:
         """Whether an algorithm, found for a like kind of product, is one for this kind."""
         result = np.zeros(1, cublasLt.matmul_heuristic_result_dtype)
-        layouts = (self._weight, self._x, self._out, self._out)
         try:
             cublasLt.matmul_algo_check(
-                self._library.handle, self._product, *layouts, algorithm.ctypes.data, result.ctypes.data
+                self._library.handle, self._product, *self._all_layouts, algorithm.ctypes.data, result.ctypes.data
             )
         except cublasLt.cuBLASLtError:
             return False
@@ -84,9 +94,10 @@ class _Plan:
     def run(self, algorithm: Algorithm, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """Launches the product on the current stream; all are contiguous and aligned as torch allocates them."""
         assert all(matrix.is_contiguous() for matrix in (x, weight, out))
+        of_weight, of_x, of_out, _ = self._all_layouts
         place = out.data_ptr()
         cublasLt.matmul(
-            self._library.handle, self._product, self._alpha, weight.data_ptr(), self._weight, x.data_ptr(), self._x,
-            self._beta, place, self._out, place, self._out, algorithm.ctypes.data, self._library.workspace.data_ptr(),
+            self._library.handle, self._product, self._alpha, weight.data_ptr(), of_weight, x.data_ptr(), of_x,
+            self._beta, place, of_out, place, of_out, algorithm.ctypes.data, self._library.workspace.data_ptr(),
             _WORKSPACE_BYTES, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from components.engine.attention import KVPool
 from components.engine.batch import cumulated
 from components.engine.chunk_graphs import ChunkGraphs, chunk_sizes
 from components.engine.decode_attention import FEW_SEQUENCES, DecodeAttention
-from components.engine.flash import LEAST_GATHERED_QUERIES, MOST_GATHERED, FlashAttention
+from components.engine.flash import LEAST_GATHERED_QUERIES, MOST_GATHERED, FlashAttention, has_copy_engine
 from components.engine.fused_cuda import CudaDecoder, can_decode
 from components.engine.gpu_sampling import GpuSampler, LogprobCopy
 from components.engine.graphs import DecodeGraphs
@@ -122,7 +122,7 @@ class CudaRunner:
         """Frees the model, the graphs and the pool."""
         torch.cuda.synchronize(self._device)
         self._graphs = self._chunk_graphs = self._decoder = None
-        del self._model, self._attention, self._pool
+        del self._model, self._attention, self._inputs, self._pool
         torch.cuda.empty_cache()
 
     def _run_chunks(self, batch: Batch) -> torch.Tensor | None:
@@ -183,13 +183,14 @@ class CudaRunner:
         plain = Sampling(temperature=1.0, top_p=0.9, logprobs=1)
         biased = msgspec.structs.replace(plain, logit_bias=((0, 1.0),))  # whose logits become float32
         sizes = self._chunk_graphs.sizes if self._chunk_graphs is not None else []
-        most = min(self._max_tokens, self.max_model_len)
-        trials = [(0, 2, plain), (0, 2, biased), (0, min((sizes or [1])[-1] + 1, most), plain)]
-        trials += [(0, LEAST_GATHERED_QUERIES, plain)] if most >= LEAST_GATHERED_QUERIES else []
+        trials = [(0, 2, plain), (0, 2, biased), (0, min((sizes or [1])[-1] + 1, self._max_tokens), plain)]
+        trials += [(0, LEAST_GATHERED_QUERIES, plain)] if self._max_tokens >= LEAST_GATHERED_QUERIES else []
         most_decodes = min(len(self._last_tokens), self._max_tokens)
         trials += [(count, 2, plain) for count in (1, FEW_SEQUENCES) if count <= most_decodes]
         for num_decodes, num_tokens, sampling in trials:
-            lengths = np.array([1] * num_decodes + [num_tokens], np.int32)
+            whole, rest = divmod(num_tokens, self.max_model_len)
+            prompts = [self.max_model_len] * whole + [rest] * (rest > 0)
+            lengths = np.array([1] * num_decodes + prompts, np.int32)
             self.execute(_trial_batch(lengths, self._pool.num_blocks, self.layout.block_size, sampling))
 
 
@@ -230,7 +231,10 @@ def _reserved_bytes(loaded: Loaded, max_tokens: int, max_seqs: int) -> int:
     item = ITEM_BYTES[layout.dtype]
     wide: int = getattr(config, "intermediate_size", 4 * config.hidden_size)
     per_token = (6 * config.hidden_size + 4 * wide) * item
-    gathered = 2 * MOST_GATHERED * (layout.head_stop - layout.head_start) * layout.head_dim * item
+    kv_heads = layout.head_stop - layout.head_start
+    can_gather = max_tokens >= LEAST_GATHERED_QUERIES and has_copy_engine(loaded.device)
+    gathered = 2 * MOST_GATHERED * kv_heads * layout.head_dim * item if can_gather else 0
+    parts = 2 * DecodeAttention.scratch_bytes(max_seqs, config.num_attention_heads, kv_heads, layout.head_dim)
     copies = 2 if loaded.is_fused else 5  # graphs of transformers' forward keep what it makes logits of: those, caps
     logits = max_seqs * config.vocab_size * (copies * item + 8)
-    return int(_FIXED_BYTES + max_tokens * per_token + gathered + logits)
+    return int(_FIXED_BYTES + max_tokens * per_token + gathered + parts + logits)

@@ -40,13 +40,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class DecodeTables:
-    """Where the sequences of a step stand, all int32 on the device."""
+    """Where the sequences of a step stand, all int32 on the device. A step attends in one of the kernel's modes."""
 
     positions: torch.Tensor  # (S,): of the new token
     slots: torch.Tensor  # (S,): block id * block_size + place in the block, of the new token
     cu_blocks: torch.Tensor  # (S + 1,)
     blocks: torch.Tensor  # (cu_blocks[-1],)
-    shares: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window: who takes what, once known
+    shares: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window, once made: see `share`
 
 
 class DecodeAttention:
@@ -65,12 +65,17 @@ class DecodeAttention:
         self._rotary = rotary
         self._max_sequences = max_sequences
         self._group = num_query_heads // kv_heads
-        self._rows = max(_HEAD_ROWS, triton.next_power_of_2(self._group))
+        self._rows = _rows(self._group)
         device = pool.device
         programs = most_work(max_sequences, kv_heads) * kv_heads
         self._sums = torch.zeros((programs, self._rows, dim), dtype=torch.float32, device=device)
         self._marks = torch.zeros((programs, self._rows, 2), dtype=torch.float32, device=device)
         self._arrived = torch.zeros(max_sequences * kv_heads, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def scratch_bytes(max_sequences: int, num_query_heads: int, kv_heads: int, dim: int) -> int:
+        """What such a kernel leaves room for."""
+        return most_work(max_sequences, kv_heads) * kv_heads * _rows(num_query_heads // kv_heads) * (dim + 2) * 4
 
     def attend(
         self,
@@ -132,3 +137,8 @@ class DecodeAttention:
             BLOCK=block_size, TOKENS=tile, WINDOW=window or 0, IS_WRITTEN=is_written, num_warps=4, num_stages=2,
             maxnreg=_REGISTERS if tile == _SMALL_TILE and dim <= _MOST_DIM else None, **constants,
         )  # fmt: skip
+
+
+def _rows(group: int) -> int:
+    """Of the tiles that the queries of a KV head go into."""
+    return int(max(_HEAD_ROWS, triton.next_power_of_2(group)))

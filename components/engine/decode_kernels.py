@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from components.engine.layer_kernels import rotated, scale_of, scaled
-from components.engine.work_kernels import FIELDS
+from components.engine.work_kernels import NUMBERS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-1e30)  # below all scores, and unlike -inf equal to itself in a difference
@@ -27,7 +27,7 @@ def decode_kernel(
     WINDOW: tl.constexpr, CAP: tl.constexpr, IS_SCALED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     IS_WRITTEN: tl.constexpr,
 ):  # fmt: skip
-    head, record = tl.program_id(0), work + tl.program_id(1) * FIELDS
+    head, record = tl.program_id(0), work + tl.program_id(1) * NUMBERS
     sequence, position, first_block = tl.load(record).to(tl.int64), tl.load(record + 1), tl.load(record + 2)
     first_tile, stop, base = tl.load(record + 3), tl.load(record + 4), tl.load(record + 7)
     part, num_parts = tl.load(record + 5), tl.load(record + 6)

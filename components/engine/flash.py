@@ -4,7 +4,7 @@ Prompts' chunks go through FlashInfer's prefill kernel (FA3 on Hopper), planned 
 takes 128 queries at a time, so that a decode among them would cost as much as these: a step's leading decodes go
 through a kernel of our own, which needs no plan (`decode_attention.py`), and with nothing behind them FlashInfer is
 not called. Large chunks have their keys and values gathered side by side first: Hopper's copy engine then feeds FA3,
-which takes 17 to 25 % less than from blocks (H200, 4,096 to 16,384 tokens of context), the copy 1 to 2 % of that. Its
+which takes 9 to 18 % less than from blocks, copy included (H200; tests/gpu/results/engine.md). FlashInfer's
 kernels are compiled at first use and kept in its cache folder. Imported on CUDA hosts only.
 """
 
@@ -56,7 +56,7 @@ def obstacle(dtype: torch.dtype, head_dim: int, *, has_sinks: bool = False) -> s
 def module_arguments(
     dtype: torch.dtype, head_dim: int, *, has_window: bool, is_capped: bool = False
 ) -> tuple[Any, ...]:
-    """What FlashInfer asks of a prefill module, behind the back end's name; its decode wrapper takes such ones, too."""
+    """What FlashInfer asks of a prefill module, behind the back end's name."""
     return (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, has_window, is_capped, False)
 
 
@@ -151,9 +151,9 @@ class FlashAttention:
         wrapper.plan(*lengths, *heads, causal=True, **self._settings(key))
         blocks = self.pool.blocks
         size = (int(side_by_side.cu_seqlens[-1]), *heads[1:])
-        keys, values = (torch.empty(size, dtype=blocks.dtype, device=blocks.device) for _ in range(2))
 
         def attend(layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+            keys, values = (torch.empty(size, dtype=blocks.dtype, device=blocks.device) for _ in range(2))
             gather(blocks, layer, tables.blocks, side_by_side.places, (keys, values))
             wrapper.run(queries, keys, values, out=out)
 

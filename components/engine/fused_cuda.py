@@ -60,7 +60,7 @@ class CudaDecoder:
 
     def choose_products(self, decode_rows: list[int], chunk_rows: list[int], report: Callable[[str], None]) -> None:
         """Finds the fastest products for steps of so many sequences, and of so many tokens."""
-        rows = sorted({*decode_rows, *chunk_rows} - {1})
+        rows = sorted({*decode_rows, *chunk_rows} - {1}, reverse=True)  # the others share the largest one's memory
         kinds = [
             ([layer.qkv.weight for layer in self.layers], False),
             ([layer.o.weight for layer in self.layers], True),
@@ -68,7 +68,8 @@ class CudaDecoder:
             ([layer.down.weight for layer in self.layers], True),
         ]
         jobs = [Job(weights, is_added, rows) for weights, is_added in kinds]
-        self._products.tune([*jobs, Job([self._head], False, decode_rows)], report)
+        self._products.tune([*jobs, Job([self._head], False, decode_rows[::-1])], report)
+        torch.cuda.empty_cache()  # of what the search took
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """The residual that the first layer starts with, (tokens, size)."""

@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 
 from components.file_lock import locked
 from components.model_cache import cache_root
+from graph import LaunchError
 
 _STEP = 512  # rows: larger products go by the next multiple, which has nearly as many tiles
 _COLD_BYTES = 600 << 20  # of weights until one is used again, so that no cache has it
@@ -32,7 +33,8 @@ _TIMEOUT_S = 300.0
 _MOST_KEPT = 4096  # kinds of products; steps of any number of tokens may come
 _WORTH = 0.99  # of the time of torch's product; a smaller gain may be none
 
-_Choices = dict[str, list[int] | None]
+_Words = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=8, max_length=8)]
+_Choices = dict[str, _Words | None]
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ def _problem(rows: int, weight: torch.Tensor, *, is_added: bool) -> Problem:
 
 
 def large_rows(most: int) -> list[int]:
-    """The numbers of rows, up to `most` and above those of small steps, that products are searched for."""
+    """The numbers of rows that products of `most` rows and fewer go by, above those of small steps."""
     return list(range(_STEP, _stepped(most) + 1, _STEP)) if most > _STEP else []
 
 
@@ -76,7 +78,7 @@ class Plan(Protocol):
     """A kind of product as a library knows it."""
 
     def guesses(self) -> list[Algorithm]:
-        """Algorithms that may be fast."""
+        """Algorithms that may be fast; none where the library knows none."""
 
     def can_use(self, algorithm: Algorithm) -> bool:
         """Whether an algorithm of a like kind is one of this kind, too."""
@@ -145,25 +147,29 @@ class Products:
         if self._file is None:
             self._search_all(kinds, report)
             return
+        self._choices = _read(self._file)  # which is replaced as a whole, so that reading needs no lock
+        if all(str(problem) in self._choices for problem in kinds):
+            self._chosen.clear()
+            return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
+            report("waiting for others that choose matrix products")
             with locked(self._file.with_suffix(".lock"), timeout_s=_TIMEOUT_S):
                 self._choices = _read(self._file)
-                if self._search_all(kinds, report):
-                    _replace(self._file, msgspec.json.encode(self._choices))
-        except OSError as error:
+                self._search_all(kinds, report)
+                _replace(self._file, msgspec.json.encode(self._choices))
+        except (OSError, LaunchError) as error:
             log.warning("the choice of matrix products is not kept: %s", error)
             self._search_all(kinds, report)
 
-    def _search_all(self, kinds: dict[Problem, Sequence[torch.Tensor]], report: Callable[[str], None]) -> int:
-        """Adds the choices that are missing; how many."""
+    def _search_all(self, kinds: dict[Problem, Sequence[torch.Tensor]], report: Callable[[str], None]) -> None:
+        """Adds the choices that are missing."""
         missing = [problem for problem in kinds if str(problem) not in self._choices]
         for number, problem in enumerate(missing, 1):
             report(f"choosing matrix products: {number} of {len(missing)}")
             found = self._search(problem, kinds[problem])
             self._choices[str(problem)] = None if found is None else found.tolist()
         self._chosen.clear()
-        return len(missing)
 
     def _choice(self, problem: Problem) -> tuple[Plan, Algorithm] | None:
         if problem not in self._chosen:
@@ -220,7 +226,7 @@ def gpu_seconds(run: Callable[[], object]) -> float:
 def _read(file: Path) -> _Choices:
     try:
         return msgspec.json.decode(file.read_bytes(), type=_Choices)
-    except FileNotFoundError:
+    except OSError:
         return {}
     except msgspec.DecodeError as error:
         log.warning("%s is ignored: %s", file, error)
@@ -239,8 +245,12 @@ def make_products(device: torch.device) -> Products:
     if find_spec("nvmath") is None:
         log.info("nvmath-python is not installed (headrace[cuda]): matrix products are left to torch")
         return Products()
-    from components.engine.cublaslt import CublasLt
+    try:
+        from components.engine.cublaslt import CublasLt
 
-    library = CublasLt(device)
+        library, folder = CublasLt(device), cache_root() / "products"
+    except Exception as error:  # an older nvmath, or no cuBLASLt that it finds: products are right without it
+        log.warning("matrix products are left to torch: %s", str(error).partition("\n")[0])
+        return Products()
     name = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device))
-    return Products(library.plan, cache_root() / "products" / f"{name}-{library.version}.json")
+    return Products(library.plan, folder / f"{name}-{library.version}.json")

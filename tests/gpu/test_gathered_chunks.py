@@ -41,11 +41,11 @@ BLOCK, LAYERS, HEADS, KV_HEADS = 16, 2, 4, 2
 SHAPES = [Shape(0.1), Shape(0.1, 300), Shape(0.1, 24)]
 
 
-def make_batch(*parts: tuple[int, int]) -> Batch:
+def make_batch(*parts: tuple[int, int], block_size: int = BLOCK) -> Batch:
     """Sequences of (tokens before, new tokens)."""
     lengths = [start + count for start, count in parts]
-    num_blocks = sum(-(-length // BLOCK) for length in lengths) + 5
-    sequences = PagedSequences([[7] * length for length in lengths], block_size=BLOCK, num_blocks=num_blocks)
+    num_blocks = sum(-(-length // block_size) for length in lengths) + 5
+    sequences = PagedSequences([[7] * length for length in lengths], block_size=block_size, num_blocks=num_blocks)
     sequences.computed = [start for start, _ in parts]
     return sequences.batch({i: count for i, (_, count) in enumerate(parts)}, Sampling(temperature=0.0))
 
@@ -54,13 +54,13 @@ def on_device(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.int32)).to(DEVICE)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_what_is_gathered_is_what_lies_in_the_blocks(dim: int) -> None:
-    batch = make_batch((3, 1), (0, 5), (30, 2), (2, 62))
-    parts = split(batch, BLOCK)
-    laid = places(parts, BLOCK)
+@pytest.mark.parametrize(("dim", "block_size"), [(64, BLOCK), (128, BLOCK), (64, 24), (64, 150), (64, 1)])
+def test_what_is_gathered_is_what_lies_in_the_blocks(dim: int, block_size: int) -> None:
+    batch = make_batch((3, 1), (0, 5), (130, 30), (2, 62), block_size=block_size)
+    parts = split(batch, block_size)
+    laid = places(parts, block_size)
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
-    pool = torch.randn(int(batch.blocks.max()) + 1, KV_HEADS, LAYERS, 2, BLOCK, dim, device=DEVICE).to(dtype)
+    pool = torch.randn(int(batch.blocks.max()) + 1, KV_HEADS, LAYERS, 2, block_size, dim, device=DEVICE).to(dtype)
     sides = [torch.full((int(laid[-1]) + 1, KV_HEADS, dim), 9.0, device=DEVICE, dtype=dtype) for _ in range(2)]
     own = batch.blocks[batch.cu_blocks[parts.num_decodes] :]
     gather(pool, 1, on_device(own), on_device(laid), (sides[0], sides[1]))

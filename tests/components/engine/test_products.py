@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from components.engine.products import Algorithm, Job, Problem, Products, large_rows
+from components.engine.products import Algorithm, Job, Problem, Products, large_rows, make_products
+from components.file_lock import locked
 
 OUTPUTS, INPUTS = 6, 4
 
@@ -113,7 +115,7 @@ def test_what_was_found_is_kept(tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())) == 3
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"2x6x4 float32": [1]}', '{"2x6x4 float32": [-1,0,0,0,0,0,0,0]}'])
 def test_a_broken_file_is_searched_anew(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "gpu.json"
     file.write_text(text)
@@ -133,6 +135,46 @@ def test_a_folder_that_cannot_be_written_only_costs_the_search(
     assert "not kept" in caplog.text
     products(torch.randn(2, INPUTS), make_weights(1)[0])
     assert library.ran == [4]
+
+
+def test_a_file_that_says_all_is_read_whoever_holds_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "gpu.json"
+    tuned(Library({4: 0.5}), file, rows=[2])
+    monkeypatch.setattr("components.engine.products._TIMEOUT_S", 0.2)
+    with locked(file.with_suffix(".lock"), timeout_s=1.0):
+        later = Library({9: 0.1})
+        products = tuned(later, file, rows=[2])
+        products(torch.randn(2, INPUTS), make_weights(1)[0])
+        assert (later.searched, later.ran) == ([], [4])
+
+
+def test_who_waits_too_long_for_others_searches_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "gpu.json"
+    monkeypatch.setattr("components.engine.products._TIMEOUT_S", 0.2)
+    library = Library({9: 0.1})
+    with (
+        locked(file.with_suffix(".lock"), timeout_s=1.0),
+        caplog.at_level(logging.WARNING, "components.engine.products"),
+    ):
+        products = tuned(library, file, rows=[2])
+    assert "not kept" in caplog.text
+    assert not file.exists()
+    products(torch.randn(2, INPUTS), make_weights(1)[0])
+    assert library.ran == [9]
+
+
+def test_a_library_that_cannot_be_used_leaves_products_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("components.engine.products.find_spec", lambda _: True)
+    monkeypatch.setitem(sys.modules, "nvmath", None)
+    with caplog.at_level(logging.WARNING, "components.engine.products"):
+        products = make_products(torch.device("cpu"))
+    assert "left to torch" in caplog.text
+    x, weight = torch.randn(2, INPUTS), make_weights(1)[0]
+    torch.testing.assert_close(products(x, weight), x @ weight.t())
 
 
 def test_kinds_that_the_library_does_not_make_are_torchs() -> None:
