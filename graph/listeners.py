@@ -10,6 +10,7 @@ from graph.declare import GraphView, NodeView
 from graph.errors import LaunchError
 
 BACKLOG = 4096
+_LAST_PORT = 65_535
 
 
 def bind_listeners(view: GraphView) -> dict[str, socket.socket]:
@@ -43,18 +44,20 @@ def _bind(node: NodeView) -> socket.socket:
     listens = node.component.listens
     assert listens is not None, "the caller has looked"
     host, port = str(node.options[listens.host]), int(node.options[listens.port])
+    if not 0 <= port <= _LAST_PORT:  # which getaddrinfo would take as another port
+        raise LaunchError(f"node {node.name!r} cannot listen on port {port}: it must be from 0 to {_LAST_PORT}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (socket.gaierror, OverflowError) as error:
+    except socket.gaierror as error:
         raise LaunchError(f"node {node.name!r} cannot listen on {host!r} port {port}: {error}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
         raise LaunchError(_why(node, host, port, error)) from error
     listener.setblocking(False)

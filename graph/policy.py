@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from graph.declare import GraphView, NodeView
 from graph.errors import DeclarationError
 from graph.ports import Calls
+from graph.registry import State
 
 if TYPE_CHECKING:
     from graph.managed import Managed
@@ -135,9 +136,12 @@ def _count(now: int, sign: str, number: int) -> int:
     return {"": number, "+": now + number, "-": now - number}[sign]
 
 
+_USEFULNESS: tuple[State, ...] = ("failed", "stopped", "draining", "starting", "ready")
+
+
 def surplus(replicas: Iterable[Managed], count: int) -> list[Managed]:
-    """Which of a node's replicas leave so that `count` stay: those that failed first, then the youngest."""
-    ordered = sorted(replicas, key=lambda m: (m.state != "failed", -m.index))
+    """Which of a node's replicas leave so that `count` stay: those that serve last, of like ones the highest index."""
+    ordered = sorted(replicas, key=lambda m: (_USEFULNESS.index(m.state), -m.index))
     return ordered[: max(0, len(ordered) - count)]
 
 

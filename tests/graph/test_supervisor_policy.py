@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from graph import Calls, Component, DeclarationError, EdgeView, GraphView, LaunchError, Message, NodeView, Serves
-from graph.policy import Backoff, drain_order, free_indexes, plan_scale, split_replica
+from graph import (
+    Calls,
+    Component,
+    DeclarationError,
+    EdgeView,
+    GraphView,
+    LaunchError,
+    Listen,
+    Message,
+    NodeView,
+    Serves,
+)
+from graph.listeners import bind_listeners
+from graph.policy import Backoff, drain_order, free_indexes, plan_scale, split_replica, surplus
 from graph.resources import GpuPool, cores_for, thread_environment
 
 
@@ -174,3 +189,34 @@ def test_two_replicas_of_two_ranks_share_two_gpus() -> None:
 def test_no_gpu_at_all_leaves_the_choice_to_the_component() -> None:
     assert GpuPool(()).take("a/0", 1) is None
     assert GpuPool(("0",)).take("light/0", 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("states", "leaving"),
+    [
+        (("ready", "ready", "ready"), [2, 1]),
+        (("starting", "ready", "starting"), [2, 0]),  # the one that serves stays, whatever its index
+        (("stopped", "ready", "starting"), [0, 2]),
+        (("ready", "failed", "ready"), [1, 2]),
+        (("failed", "stopped", "starting"), [0, 1]),
+    ],
+    ids=str,
+)
+def test_who_serves_leaves_last(states: tuple[str, ...], leaving: list[int]) -> None:
+    replicas: list[Any] = [SimpleNamespace(index=i, state=state) for i, state in enumerate(states)]
+    assert [m.index for m in surplus(replicas, 1)] == leaving
+    assert surplus(replicas, 3) == []
+    assert len(surplus(replicas, 0)) == 3
+
+
+class Listening(Link):
+    """Listens where its options say."""
+
+    listens = Listen()
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, 99_999])
+def test_a_port_that_is_none_is_refused(port: int) -> None:
+    node = NodeView("front", Listening, 1, 0, 1, None, {"host": "127.0.0.1", "port": port}, {})
+    with pytest.raises(LaunchError, match=f"port {port}"):
+        bind_listeners(GraphView("g", "/g.py", {"front": node}, ()))
