@@ -18,7 +18,7 @@ from components import rules
 from components.engine_worker import ExchangeWorker
 from components.messages import PREFILL_REPLIES, PREFILL_REQUESTS, GenerateRequest, TokenChunk
 from components.options import DisaggOptions
-from graph import Calls, Context, GraphView, NodeView, Receives, Serves, option
+from graph import Calls, Context, GraphView, Natural, NodeView, Receives, Serves, option
 
 if TYPE_CHECKING:
     from components.decode_requests import DecodeRequests
@@ -29,7 +29,7 @@ class DecodeOptions(DisaggOptions, frozen=True, kw_only=True):
 
     gpu_itl_budget_ms: ClassVar[float | None] = 20.0
 
-    max_local_prefill_length: Annotated[int, option("uncached prompt tokens up to which it prefills itself")] = 16
+    max_local_prefill_length: Annotated[Natural, option("uncached prompt tokens up to which it prefills itself")] = 16
     watch_prefill_queue: Annotated[
         bool, option("prefills itself while the wait for prefill is longer than the work")
     ] = True

@@ -32,8 +32,8 @@ class EngineWorker(Component):
 
     @classmethod
     def check(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
-        """The block size fits the hash unit, the engine can be divided among the ranks, and times are times."""
-        return (*rules.hash_unit_faults(node), *rules.budget_faults(node), *rules.rank_faults(node))
+        """The block size fits the hash unit, and the engine can be divided among the ranks."""
+        return (*rules.hash_unit_faults(node), *rules.rank_faults(node))
 
     @classmethod
     def resolve(cls, node: NodeView, graph: GraphView) -> Mapping[str, object]:

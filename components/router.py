@@ -34,6 +34,7 @@ from components.messages import (
     WorkerEvents,
     WorkerSnapshot,
 )
+from components.options import HashUnit
 from components.routing.admission import AdmissionQueue, Waiting
 from components.routing.blocks import Blocks
 from components.routing.decide import able, decide, generating, with_room
@@ -49,14 +50,17 @@ from graph import (
     Context,
     GraphView,
     LinkError,
+    Natural,
     NodeView,
     NoPeer,
     Options,
     Peer,
+    Positive,
     Refused,
     Serves,
     Stream,
     Subscribes,
+    Time,
     option,
 )
 
@@ -69,11 +73,11 @@ class RouterOptions(Options, frozen=True, kw_only=True):
     """Options of the router."""
 
     policy: Annotated[Literal["round_robin", "least_busy", "kv"], option("how a worker is chosen")] = "least_busy"
-    hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph", agrees=True)] = 0
-    max_indexed_blocks: Annotated[int, option("different blocks the index holds, about 100 bytes each")] = 4_000_000
-    max_worker_requests: Annotated[int, option("requests at which a worker is full and gets no more")] = 2_000
-    max_waiting: Annotated[int, option("requests that wait for a worker with room before some are shed")] = 1_000
-    max_wait_s: Annotated[float, option("longest wait for a worker with room; then the request is shed")] = 5.0
+    hash_unit: HashUnit = 0
+    max_indexed_blocks: Annotated[Natural, option("different blocks the index holds, about 100 bytes each")] = 4_000_000
+    max_worker_requests: Annotated[Positive, option("requests at which a worker is full and gets no more")] = 2_000
+    max_waiting: Annotated[Natural, option("requests that wait for a worker with room before some are shed")] = 1_000
+    max_wait_s: Annotated[Time, option("longest wait for a worker with room; then the request is shed")] = 5.0
 
 
 class Router(Component):

@@ -25,20 +25,11 @@ def resolve_hash_unit(node: NodeView, graph: GraphView) -> Mapping[str, object]:
 def hash_unit_faults(node: NodeView) -> Iterable[str]:
     """A worker hashes whole units, so its blocks must hold a whole number of them."""
     size, unit = node.options["block_size"], node.options["hash_unit"]
-    if size < 1:
-        yield f"node '{node.name}' has block_size {size}; set {node.name}.block_size to 1 or more"
-    elif unit < 0 or (unit and size % unit):
+    if unit and size % unit:
         yield (
             f"node '{node.name}': block_size {size} is no multiple of hash_unit {unit}; "
             f"leave hash_unit at 0, or set {node.name}.hash_unit to a divisor of every block size"
         )
-
-
-def budget_faults(node: NodeView) -> Iterable[str]:
-    """A time that a step may take is one."""
-    budget_ms = node.options["itl_budget_ms"]
-    if isinstance(budget_ms, int | float) and budget_ms < 0:
-        yield f"node '{node.name}' has itl_budget_ms={budget_ms:g}; it must be at least 0, which bounds nothing"
 
 
 def rank_faults(node: NodeView) -> Iterable[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from frontends.messages import HttpBody, HttpHead, HttpRequest
-from graph import Calls, Component, Context, LaunchError, Listen, Options, option
+from graph import Calls, Component, Context, LaunchError, Listen, Options, Positive, TcpPort, Timeout, option
 
 if TYPE_CHECKING:
     from frontends.gateway import Gateway
@@ -16,9 +16,9 @@ class FrontendOptions(Options, frozen=True, kw_only=True):
     """Options of the ingress."""
 
     host: Annotated[str, option("address to listen on")] = "127.0.0.1"
-    port: Annotated[int, option("TCP port; 0 takes a free one")] = 8000
-    max_body_mb: Annotated[int, option("larger request bodies are refused with 413")] = 16
-    body_timeout_s: Annotated[float, option("longest pause while a request body arrives")] = 30.0
+    port: Annotated[TcpPort, option("TCP port; 0 takes a free one")] = 8000
+    max_body_mb: Annotated[Positive, option("larger request bodies are refused with 413")] = 16
+    body_timeout_s: Annotated[Timeout, option("longest pause while a request body arrives")] = 30.0
 
 
 class OpenAIFrontend(Component):

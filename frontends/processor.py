@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,7 @@ from components.messages import (
     PlacementRequest,
     TokenChunk,
 )
-from components.options import DEFAULT_MODEL, ModelName
+from components.options import DEFAULT_MODEL, HashUnit, ModelName, SequenceLength
 from components.rules import resolve_hash_unit
 from frontends.messages import HttpBody, HttpHead, HttpRequest
 from frontends.reply import HttpReply
@@ -40,9 +40,9 @@ class ProcessorOptions(Options, frozen=True, kw_only=True):
 
     model: ModelName = DEFAULT_MODEL
     served_model_name: Annotated[str | None, option("name in the API; unset: the model's")] = None
-    hash_unit: Annotated[int, option("tokens per block hash; 0: the smallest block size in the graph", agrees=True)] = 0
+    hash_unit: HashUnit = 0
     max_model_len: Annotated[
-        int | None, option("longest sequence; unset: the smallest of the workers', else the model's")
+        SequenceLength | None, option("longest sequence; unset: the smallest of the workers', else the model's")
     ] = None
 
 
@@ -107,12 +107,6 @@ class Processor(Component):
         if node.options["max_model_len"] is None and known:
             resolved["max_model_len"] = min(known)
         return resolved
-
-    @classmethod
-    def check(cls, node: NodeView, graph: GraphView) -> Iterable[str]:
-        length = node.options["max_model_len"]
-        if length is not None and length < 2:
-            yield f"node '{node.name}' has max_model_len {length}; set {node.name}.max_model_len to 2 or more"
 
     def _load(self) -> TextModel:
         from components.model_cache import resolve_model

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graph.bounds import Natural, Positive, Share, TcpPort, Time, Timeout
     from graph.component import (
         Call,
         Client,
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call", "Calls", "Client", "Component", "Context", "DeadlineExceeded", "DeclarationError", "Edge", "EdgeView",
-    "Graph", "GraphError", "GraphView", "Handler", "Health", "LaunchError", "LinkError", "Listen", "Message", "NoPeer",
-    "Node", "NodePort", "NodeView", "Options", "Overloaded", "Peer", "PeerFault", "PeerLost", "ProtocolFault",
-    "Publisher", "Publishes", "Receives", "Refused", "RequestCancelled", "Sends", "Serves", "Stream", "Subscribes",
-    "Subscription", "option",
+    "Graph", "GraphError", "GraphView", "Handler", "Health", "LaunchError", "LinkError", "Listen", "Message",
+    "Natural", "NoPeer", "Node", "NodePort", "NodeView", "Options", "Overloaded", "Peer", "PeerFault", "PeerLost",
+    "Positive", "ProtocolFault", "Publisher", "Publishes", "Receives", "Refused", "RequestCancelled", "Sends", "Serves",
+    "Share", "Stream", "Subscribes", "Subscription", "TcpPort", "Time", "Timeout", "option",
 ]  # fmt: skip
 
-_HOMES = ("component", "declare", "errors", "ports")
+_HOMES = ("bounds", "component", "declare", "errors", "ports")
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of a component's options: typed, frozen, each with its default in one place.
 
-    An option may carry `Annotated[T, option(...)]` to say what it means and how it must agree.
+    An option may carry `Annotated[T, option(...)]` to say what it means and how it must agree. A number takes
+    its type from `graph.bounds`, which says what it may be.
     """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,6 +14,9 @@ from graph.component import Component, Options
 from graph.declare import RESOURCES, NodeView
 
 Path = tuple[str, ...]
+
+_BOUND = re.compile(r"Expected `(?:int|float)` (>=|>|<=|<) (\S+)")
+_BOUND_WORDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 
 
 class Leaf(msgspec.Struct, frozen=True):
@@ -58,8 +62,9 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 def _unwrap(annotation: Any) -> tuple[Any, msgspec.Meta | None]:
     if get_origin(annotation) is not Annotated:
         return annotation, None
-    plain, *metadata = get_args(annotation)
-    return plain, next((m for m in metadata if isinstance(m, msgspec.Meta)), None)
+    plain, *metadata = get_args(annotation)  # bounds and what `option` says, in any order
+    metas = [m for m in metadata if isinstance(m, msgspec.Meta)]
+    return plain, next((m for m in metas if m.extra is not None or m.description is not None), None)
 
 
 class Draft:
@@ -88,7 +93,7 @@ class Draft:
             except msgspec.ValidationError as error:
                 shown = text if text is not None else repr(value)
                 hint = _allowed(self.leaves[path].type)
-                return [f"{self._spell(path)} = {shown} does not fit: {error}{hint}"]
+                return [f"{self._spell(path)} = {shown} does not fit: {_reason(error)}{hint}"]
             self._origins[path] = origin
             return []
         if not self.knows(path):
@@ -135,14 +140,19 @@ def _fit(value: Any, text: str | None, annotation: Any) -> Any:
     """`value` as the annotation wants it; what was typed as text may also be read as a plain string is."""
     try:
         return msgspec.convert(value, annotation)
-    except msgspec.ValidationError:
+    except msgspec.ValidationError as error:
         if text is None:
             raise
         try:
             return msgspec.convert(text, annotation, strict=False)
-        except msgspec.ValidationError:
-            pass
-        raise
+        except msgspec.ValidationError as as_text:  # tells more where YAML saw a string, as in -1e3
+            raise (as_text if value == text else error) from None
+
+
+def _reason(error: msgspec.ValidationError) -> str:
+    """What is wrong with a value; a bound in words."""
+    found = _BOUND.fullmatch(str(error))
+    return f"it must be {_BOUND_WORDS[found[1]]} {found[2].removesuffix('.0')}" if found else str(error)
 
 
 def _allowed(annotation: Any) -> str:

@@ -35,12 +35,6 @@ def test_lengths_and_hash_unit_follow_from_the_workers() -> None:
     assert Processor.resolve(*make_graph(small, hash_unit=8, max_model_len=100)) == {}
 
 
-def test_a_length_without_room_for_an_answer_is_a_fault() -> None:
-    assert list(Processor.check(*make_graph(max_model_len=2))) == []
-    (fault,) = Processor.check(*make_graph(max_model_len=1))
-    assert "processor.max_model_len" in fault
-
-
 def test_starts_and_stops_with_its_own_model() -> None:
     async def main() -> None:
         context = FakeContext(tokens=FakeClient(), placement=FakeClient(is_linked=False))

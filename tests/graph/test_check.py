@@ -202,7 +202,7 @@ def test_faults_found_while_resolving_come_first() -> None:
         ("decode.dtype=float32", "differ in dtype: 'float32' and 'auto'"),
         ("prefill.model=other", "differ in model: 'smollm2-135m-instruct' and 'other'"),
         ("decode.hash_unit=5", "block_size 16 is no multiple of hash_unit 5"),
-        ("decode.block_size=0", "has block_size 0"),
+        ("decode.block_size=0", "decode.block_size = 0 does not fit: it must be at least 1"),
     ],
 )
 def test_rules_of_engine_workers(flag: str, words: str) -> None:

@@ -175,7 +175,7 @@ def test_an_option_without_a_default_must_be_set() -> None:
     declared = make_graph(needy=Node(Needy))
     assert settle(declared).faults == ("node 'needy' needs a value for 'key'; set it with --set needy.key=...",)
     assert view_of(declared, "needy.key=x").nodes["needy"].options["key"] == "x"
-    assert "Expected `int` >= 1" in settle(declared, "needy.key=x", "needy.count=0").faults[0]
+    assert "it must be at least 1" in settle(declared, "needy.key=x", "needy.count=0").faults[0]
 
 
 def test_options_that_do_not_fit_together_are_a_fault() -> None:
