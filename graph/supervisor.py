@@ -30,6 +30,7 @@ from graph.resources import Machine
 from graph.rundir import RunDir, log_path, socket_path
 from graph.starter import Starter
 from graph.status import GraphStatus, graph_families, node_status
+from graph.words import counted
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -149,7 +150,7 @@ class Supervisor:
             removed = [m for node, count in counts.items() for m in surplus(staying[node], count)]
             missing = {node: max(0, count - len(staying[node])) for node, count in counts.items()}
             self.desired |= counts
-            tell(f"starting {sum(missing.values())}, draining {len(removed)} replicas")
+            tell(f"starting {counted(sum(missing.values()), 'replica')}, draining {len(removed)}")
             tasks = [asyncio.create_task(self._remove(m, tell)) for m in removed]
             if any(missing[node] and self.view.nodes[node].gpus for node in counts):
                 await self._gpus_free(tell)
