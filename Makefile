@@ -14,6 +14,7 @@ help:  ## Show these lines.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 17
 
 install: model  ## Make .venv with everything that serving and testing need, and fetch the default model.
+	@echo "The command graph is in $(BIN); put it on the PATH with: . $(BIN)/activate"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys, ensurepip; assert sys.version_info >= (3, 11)' \

@@ -28,7 +28,7 @@ def api_error(error: LinkError) -> ApiError:
         return ApiError(status, error.message, type=kind, code=error.code)
     retry_after_s = error.retry_after_s or 1.0
     if isinstance(error, Overloaded):
-        message = f"The workers are busy; try again. {error.message}"
+        message = f"The workers are busy: {error.message}; try again."
         return ApiError(429, message, type="rate_limit_error", code=error.code, retry_after_s=retry_after_s)
     if isinstance(error, NoPeer):
         message = "No worker is ready; try again."

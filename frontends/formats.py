@@ -58,7 +58,7 @@ class Format:
         self._head = self._opening(self.stream_object)
         self._tail = b',"usage":null}\n\n' if has_null_usage else b"}\n\n"
 
-    def role(self, index: int) -> bytes:
+    def role(self, index: int, usage: Usage | None) -> bytes:
         """The chunk that opens a choice, if this API has one."""
         return b""
 
@@ -118,9 +118,9 @@ class ChatFormat(Format):
     stream_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def role(self, index: int) -> bytes:
+    def role(self, index: int, usage: Usage | None) -> bytes:
         delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return b"data: " + self._head + b',"choices":[{"index":%d,' % index + delta + self._tail
+        return b"data: " + self._head + b',"choices":[{"index":%d,' % index + delta + self._closing(usage, None)
 
     def _logprobs(self, tokens: Any) -> Any:
         return chat_logprobs(tokens, self._model) if tokens else None

@@ -130,6 +130,8 @@ class Gateway:
             (b"cache-control", b"no-cache"),
             (b"x-request-id", identity.encode()),
         ]
+        if status == 503:
+            headers.append((b"retry-after", b"1"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
         return status

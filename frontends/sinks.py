@@ -76,7 +76,7 @@ class EventSink:
         usage = usage_of(self._choices) if self._counts_usage else None
         if index not in self._opened:
             self._opened.add(index)
-            self._pending.append(self._format.role(index))
+            self._pending.append(self._format.role(index, usage))
             if echo := self._echoes.get(index):
                 self._pending.append(self._format.delta(index, Delta(echo), usage))
         if delta.text or delta.tokens:

@@ -18,6 +18,7 @@ from graph.draft import leaves_of
 from graph.policy import most_replicas
 from graph.ports import Calls, Port, Publishes, Sends
 from graph.resources import Machine
+from graph.words import there_are
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -147,14 +148,14 @@ def _gpu_faults(view: GraphView, machine: Machine) -> Iterator[str]:
     if 0 < len(machine.gpus) < total:
         parts = ", ".join(f"{name} {num:g}" for name, num in asked.items())
         yield (
-            f"the graph asks for {total:g} GPUs ({parts}) and there are {len(machine.gpus)}; "
+            f"the graph asks for {total:g} GPUs ({parts}) and {there_are(len(machine.gpus))}; "
             f"lower replicas, gpus or tp, such as --set {next(iter(asked))}.gpus=0.5"
         )
         return
     for name in asked:
         needed = view.nodes[name].tp * max(1, int(view.nodes[name].gpus))
         if 0 < len(machine.gpus) < needed:
-            yield f"node '{name}' needs {needed} GPUs at once and there are {len(machine.gpus)}; lower {name}.tp"
+            yield f"node '{name}' needs {needed} GPUs at once and {there_are(len(machine.gpus))}; lower {name}.tp"
 
 
 def _cpu_warning(view: GraphView, machine: Machine) -> Iterator[str]:

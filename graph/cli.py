@@ -51,9 +51,11 @@ def cli() -> None:
 @_overrides
 def check(file: str, **overrides: Any) -> int:
     """Print every fault of a graph at once."""
+    from graph.words import counted
+
     resolved = _resolve(file, overrides)
     view = _checked(resolved)
-    click.echo(f"{view.name}: {len(view.nodes)} nodes, {len(view.edges)} edges, no faults")
+    click.echo(f"{view.name}: {counted(len(view.nodes), 'node')}, {counted(len(view.edges), 'edge')}, no faults")
     return 0
 
 

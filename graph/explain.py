@@ -12,6 +12,7 @@ from rich.text import Text
 
 from graph.errors import LaunchError
 from graph.tables import aligned, print_lines
+from graph.words import counted
 
 _TIMEOUT_S = 30.0
 
@@ -38,8 +39,8 @@ def print_explanation(told: dict[str, Any], console: Console) -> None:
     """A table of the workers, the chosen ones marked, and the reason."""
     choice = told["choice"] or {}
     console.print(
-        f"policy {told['policy']}: {told['prompt_tokens']} tokens, "
-        f"{told['prompt_blocks']} blocks of {told['tokens_per_block']}",
+        f"policy {told['policy']}: {counted(told['prompt_tokens'], 'token')}, "
+        f"{counted(told['prompt_blocks'], 'block')} of {told['tokens_per_block']}",
         highlight=False,
         soft_wrap=True,
     )

@@ -10,6 +10,7 @@ from graph.declare import GraphView, NodeView
 from graph.errors import DeclarationError
 from graph.ports import Calls
 from graph.registry import State
+from graph.words import counted, there_are
 
 if TYPE_CHECKING:
     from graph.managed import Managed
@@ -93,7 +94,7 @@ def plan_scale(
             counts[node] = _count(desired[node], match[1], int(match[2]))
     faults += [f"{node}={n}: there cannot be fewer than 0 replicas" for node, n in counts.items() if n < 0]
     faults += [
-        f"{node}={n}: a graph can have at most {most} replicas of {view.nodes[node].component.__name__}"
+        f"{node}={n}: a graph can have at most {counted(most, 'replica')} of {view.nodes[node].component.__name__}"
         for node, n in counts.items()
         if n > (most := most_replicas(view.nodes[node]))
     ]
@@ -122,11 +123,11 @@ def _resource_faults(
         asked = ", ".join(
             f"{name} {node.gpus * node.tp * wanted[name]:g}" for name, node in view.nodes.items() if node.gpus
         )
-        faults.append(f"that takes {gpus:g} GPUs ({asked}), but there are {num_gpus}")
+        faults.append(f"that takes {gpus:g} GPUs ({asked}), but {there_are(num_gpus)}")
     computing = sum(wanted[name] for name, node in view.nodes.items() if node.component.compute)
     if any(view.nodes[name].component.compute for name in counts) and computing > MAX_COMPUTE_PER_CORE * num_cores:
         faults.append(
-            f"that makes {computing} replicas that compute, but {num_cores} cores carry at most "
+            f"that makes {computing} replicas that compute, but {counted(num_cores, 'core')} can carry at most "
             f"{MAX_COMPUTE_PER_CORE * num_cores}"
         )
     return faults

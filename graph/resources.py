@@ -14,6 +14,7 @@ import msgspec
 
 from graph.declare import GraphView, NodeView
 from graph.errors import LaunchError
+from graph.words import counted
 
 FEW_FILES = 8_192
 """Open files below which a busy ingress runs out of them: one for each connection."""
@@ -108,7 +109,7 @@ class GpuPool:
         fitting = [gpu for gpu, free in self._free.items() if share <= free + 1e-6]
         fullest = sorted(fitting, key=lambda gpu: self._free[gpu])[:count]
         if len(fullest) < count:
-            each = f"{amount:g} GPUs" if ranks == 1 else f"{amount:g} GPUs for each of {ranks} ranks"
+            each = counted(amount, "GPU") + ("" if ranks == 1 else f" for each of {ranks} ranks")
             left = ", ".join(f"{gpu}: {free:g}" for gpu, free in self._free.items())
             raise LaunchError(f"{each} asked for, but of {self.num_gpus} there is left {left}; use fewer replicas")
         return {gpu: share for gpu in self._free if gpu in fullest}

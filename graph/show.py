@@ -10,6 +10,7 @@ import msgspec
 from graph.declare import RESOURCES, EdgeView, GraphView, NodeView
 from graph.loader import component_reference
 from graph.ports import Calls, Publishes, Sends
+from graph.words import counted
 
 ARROWS = {Calls: "──▶", Publishes: "┄┄▶", Sends: "══▶"}
 MERMAID_ARROWS = {Calls: "-->", Publishes: "-.->", Sends: "==>"}
@@ -111,7 +112,7 @@ def _resources(node: NodeView) -> str:
     """Replicas and resources that are not one's default: "x2, 1 GPU each"."""
     each = [f"{node.gpus:g} GPU"] if node.gpus else []
     each += [f"tp {node.tp}"] if node.tp != 1 else []
-    each += [f"{node.cores:g} cores"] if node.cores is not None else []
+    each += [counted(node.cores, "core")] if node.cores is not None else []
     return ", ".join([f"x{node.replicas}", *each]) if each or node.replicas != 1 else ""
 
 

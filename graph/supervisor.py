@@ -30,6 +30,7 @@ from graph.resources import Machine
 from graph.rundir import RunDir, log_path, socket_path
 from graph.starter import Starter
 from graph.status import GraphStatus, graph_families, node_status
+from graph.words import counted
 
 log = logging.getLogger("headrace.supervisor")
 
@@ -149,7 +150,7 @@ class Supervisor:
             removed = [m for node, count in counts.items() for m in surplus(staying[node], count)]
             missing = {node: max(0, count - len(staying[node])) for node, count in counts.items()}
             self.desired |= counts
-            tell(f"starting {sum(missing.values())}, draining {len(removed)} replicas")
+            tell(f"starting {counted(sum(missing.values()), 'replica')}, draining {len(removed)}")
             tasks = [asyncio.create_task(self._remove(m, tell)) for m in removed]
             if any(missing[node] and self.view.nodes[node].gpus for node in counts):
                 await self._gpus_free(tell)
@@ -164,7 +165,7 @@ class Supervisor:
     async def restart(self, target: str, tell: Callable[[str], None]) -> None:
         """Carries out `graph restart`: one replica after the other, each ready before the next leaves."""
         async with self._command():
-            for managed in self._chosen(target):
+            for managed in self._chosen(target, "restart"):
                 await self._remove(managed, tell)
                 await _tell_ready(self._add(managed.node, managed.index), tell)
 
@@ -173,7 +174,7 @@ class Supervisor:
         async with self._command():
             if "/" not in target:
                 raise DeclarationError(f"name one replica, such as '{target}/0'")
-            for managed in self._chosen(target):
+            for managed in self._chosen(target, "drain"):
                 self.desired[managed.node] -= 1
                 await self._remove(managed, tell)
 
@@ -218,12 +219,14 @@ class Supervisor:
     def _staying(self, node: str) -> list[Managed]:
         return [m for m in self._of(node) if not m.is_leaving]
 
-    def _chosen(self, target: str) -> list[Managed]:
+    def _chosen(self, target: str, command: str) -> list[Managed]:
         node, index = split_replica(self.view, target)
-        chosen = [m for m in self._staying(node) if index in (None, m.index)]
+        staying = self._staying(node)
+        if not staying:
+            raise DeclarationError(f"node {node!r} has no replicas to {command}; graph scale {node}=1 starts one")
+        chosen = [m for m in staying if index in (None, m.index)]
         if not chosen:
-            known = ", ".join(m.id for m in self._staying(node)) or "no replica"
-            raise DeclarationError(f"no replica {target!r}; the node has {known}")
+            raise DeclarationError(f"no replica {target!r}; the node has {', '.join(m.id for m in staying)}")
         return chosen
 
     def _add(self, node: str, index: int) -> Managed:

@@ -189,7 +189,7 @@ class Book:
 
     def _refusal(self, request: EngineRequest) -> LinkError | None:
         if len(self.queues.waiting) >= self._max_waiting:
-            message = f"{self._max_waiting} requests are waiting already; retry later or raise max_waiting"
+            message = f"max_waiting is {self._max_waiting}, and as many requests wait already"
             return Overloaded(message, retry_after_s=_RETRY_AFTER_S)
         length, limit = len(request.tokens), self.max_length
         if 0 < length < limit:

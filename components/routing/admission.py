@@ -19,6 +19,7 @@ import msgspec
 
 from components.messages import PlacementRequest
 from graph import Overloaded, Stream
+from graph.words import counted
 
 SHED = "rate_limit_exceeded"
 """The code of the refusal of a shed request."""
@@ -98,7 +99,7 @@ class AdmissionQueue:
         elapsed_s = now_s - self._ends[0] if self._ends else 0.0
         wait_s = (len(self) + 1) * elapsed_s / len(self._ends) if self._ends else MIN_RETRY_S
         return Overloaded(
-            f"all workers are full and {len(self)} requests wait for them",
+            f"no worker has room, with {counted(len(self), 'request')} waiting",
             code=SHED,
             retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, wait_s)),
         )

@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from components.routing.view import WorkerView
+from graph.words import counted
 
 Amount = TypeVar("Amount", float, tuple[int, int])
 
@@ -58,8 +59,8 @@ def kv(workers: Sequence[WorkerView], question: Question) -> Choice:
     chosen = _least(workers, costs, question.luck)
     return Choice(
         chosen,
-        f"least cost {min(costs):.0f}: {question.missing_tokens(chosen.boot)} of {question.num_tokens} tokens missing, "
-        f"{chosen.queued_tokens} queued, {chosen.requests} requests",
+        f"least cost {min(costs):.0f}: {question.missing_tokens(chosen.boot)} of {counted(num_tokens, 'token')} "
+        f"missing, {chosen.queued_tokens} queued, {counted(chosen.requests, 'request')}",
     )
 
 
@@ -89,5 +90,5 @@ def _busy(worker: WorkerView) -> tuple[int, int]:
 def _spell(worker: WorkerView) -> str:
     load = worker.load
     if worker.role == "prefill":
-        return f"least busy: {load.prefill_tokens + worker.pending_tokens} prompt tokens queued"
+        return f"least busy: {counted(load.prefill_tokens + worker.pending_tokens, 'prompt token')} queued"
     return f"least busy: {worker.placed} placed, {load.running} running, {load.waiting} waiting"

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from components.kv.layout import ITEM_BYTES, block_bytes, head_bytes
 from components.messages import KVLayout
 from graph import GraphError
+from graph.words import counted
 
 Offsets = npt.NDArray[np.int64]
 BlockIds = npt.NDArray[np.int32]
@@ -178,7 +179,8 @@ def _place(layout: KVLayout, side: Side, tokens: Offsets) -> tuple[Offsets, Offs
     index, token = np.divmod(tokens - side.first_token, layout.block_size)
     if len(index) and (index[0] < 0 or index[-1] >= len(side.block_ids)):
         raise ValueError(
-            f"tokens {tokens[0]} to {tokens[-1]} do not lie in {len(side.block_ids)} blocks from {side.first_token} on"
+            f"tokens {tokens[0]} to {tokens[-1]} do not lie in {counted(len(side.block_ids), 'block')} "
+            f"from {side.first_token} on"
         )
     return np.asarray(side.block_ids, np.int64)[index], token
 

@@ -54,11 +54,15 @@ class ApiError(Exception):
         )
 
 
-def context_exceeded(limit: int, asked: str, *, param: str) -> ApiError:
-    """The refusal of a request that can never fit; `asked` tells the tokens asked for, with their number."""
+def context_exceeded(limit: int, asked: str, *, param: str, is_models: bool) -> ApiError:
+    """The refusal of a request that can never fit; `asked` tells the tokens asked for, with their number.
+
+    Clients know it by its words; `limit` is called the model's only if it is, and not what the workers have room for.
+    """
+    most = "This model's maximum context length is" if is_models else "The workers' maximum context length is"
     return ApiError(
         400,
-        f"This model's maximum context length is {limit} tokens, but {asked}. Shorten the prompt.",
+        f"{most} {limit} tokens, but {asked}. Shorten the prompt.",
         code="context_length_exceeded",
         param=param,
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from components.messages import Sampling, Stopping
-from frontends.text.errors import ApiError, context_exceeded
+from frontends.text.errors import ApiError
 from frontends.text.fields import INT32_MAX, Fields, TokenId, wrong_type
 from frontends.text.model import TextModel
 from frontends.text.prompts import check_vocabulary
@@ -140,13 +140,8 @@ class GenerationFields(Fields):
         Raises `ApiError` 400 if the prompt leaves no room for a token, or a token id is outside the vocabulary.
         """
         self.check_vocabulary(model)
+        model.refuse_full(prompt_len, param=self.prompt_param)
         room = model.max_model_len - prompt_len
-        if room < 1:
-            raise context_exceeded(
-                model.max_model_len,
-                f"the prompt has {prompt_len} tokens and at least 1 must be generated",
-                param=self.prompt_param,
-            )
         default = max(default_tokens, self.min_tokens) if default_tokens else room
         asked = self.asked_tokens or default
         ends = () if self.ignore_eos else model.eos_token_ids

@@ -146,7 +146,22 @@ class TextModel:
         """Raises `ApiError` 400 if even the longest tokens could not bring `text` below the context length."""
         least = self._bound.least_tokens(text) if len(text) > self.max_model_len else 0
         if least > self.max_model_len:
-            raise context_exceeded(self.max_model_len, f"the text has at least {least} tokens", param=param)
+            raise self._too_long(f"the text has at least {least} tokens", param=param)
+
+    def refuse_full(self, num_tokens: int, *, param: str = "prompt") -> None:
+        """Raises `ApiError` 400 if a prompt of `num_tokens` leaves no room for a token behind it.
+
+        `param` is the request's field that the refusal names.
+        """
+        if num_tokens >= self.max_model_len:
+            prompt = param if param.startswith("prompt.") else "the prompt"
+            asked = f"{prompt} has {num_tokens} tokens and at least 1 more must be generated"
+            raise self._too_long(asked, param=param)
+
+    def _too_long(self, asked: str, *, param: str) -> ApiError:
+        return context_exceeded(
+            self.max_model_len, asked, param=param, is_models=self.max_model_len == self._own_max_len
+        )
 
     def render_chat(
         self,

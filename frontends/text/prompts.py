@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from frontends.text.errors import ApiError, context_exceeded
+from frontends.text.errors import ApiError
 from frontends.text.model import TextModel
 
 MAX_PROMPTS = 2_048
@@ -49,8 +49,7 @@ def _check_ids(ids: Any, model: TextModel, *, param: str) -> None:
         if ids == []:
             raise _refusal(f"{param} must not be empty", param=param)
         raise _refusal(f"{param} must be {_SHAPES}", param=param, code="invalid_type")
-    if len(ids) >= model.max_model_len:
-        raise context_exceeded(model.max_model_len, f"{param} has {len(ids)} tokens", param=param)
+    model.refuse_full(len(ids), param=param)
     if any(type(id) is not int for id in ids):  # a bool is not an id
         raise _refusal(f"{param} must be {_SHAPES}", param=param, code="invalid_type")
     check_vocabulary(ids, model, param=param)

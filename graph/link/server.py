@@ -11,6 +11,7 @@ from graph.errors import Failure, LinkError, NoPeer, Overloaded, PeerFault, Peer
 from graph.link.codec import LINE, MALFORMED, Bye, Frame, Hello, Kind, decode_batch, decoder, fault
 from graph.link.streams import Caller, Served, ServerStream
 from graph.link.wire import Outbox, Traffic
+from graph.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class Server:
             error: LinkError = NoPeer(f"{self._id} does not serve a port {frame.port!r}", retry_after_s=1.0)
         elif served.num_streams >= served.max_streams:
             error = Overloaded(
-                f"{self._id} has {served.max_streams} open requests at {frame.port!r}", retry_after_s=1.0
+                f"{self._id} has {counted(served.max_streams, 'open request')} at {frame.port!r}", retry_after_s=1.0
             )
         else:
             try:

@@ -57,7 +57,7 @@ async def test_a_request_that_waits_too_long_is_shed_with_a_hint() -> None:
 async def test_a_full_queue_sheds_whoever_is_last_in_order() -> None:
     bench, _ = await full_bench(max_waiting=1)
     low = bench.open(priority=0)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded, match=r"^no worker has room, with 1 request waiting$"):
         bench.open(priority=0)
     high = bench.open(priority=1)
     assert isinstance(low.error, Overloaded)
@@ -67,7 +67,7 @@ async def test_a_full_queue_sheds_whoever_is_last_in_order() -> None:
 
 async def test_no_queue_at_all_sheds_at_once() -> None:
     bench, _ = await full_bench(max_waiting=0)
-    with pytest.raises(Overloaded) as caught:
+    with pytest.raises(Overloaded, match=r"^no worker has room, with 0 requests waiting$") as caught:
         bench.open()
     assert caught.value.retry_after_s
 

@@ -97,7 +97,7 @@ IMPOSSIBLE = {
     "decode=abc": "is not NODE=N",
     "decode=-5": "fewer than 0",
     "foo=2": "no node 'foo'; the graph has frontend",
-    "router=2": "at most 1 replicas of Router",
+    "router=2": "at most 1 replica of Router",
     "decode=99": "replicas that compute",
 }
 

@@ -55,13 +55,16 @@ def test_the_length_is_what_every_worker_has_room_for() -> None:
         assert await length() == 1025
         full = await served.complete([33] * 1025, max_tokens=1)
         assert (full.status, full.json["error"]["code"]) == (400, "context_length_exceeded")
-        assert "maximum context length is 1025" in full.json["error"]["message"]
+        message = full.json["error"]["message"]
+        assert message.startswith("The workers' maximum context length is 1025 tokens, but the prompt has 1025 tokens ")
         assert (await served.complete([33] * 1024, max_tokens=9)).json["usage"]["completion_tokens"] == 1
         served.workers.remove("decode/0")
         served.workers.remove("decode/1")
         assert await length() == 1025
         served.workers.serve("decode/2", FakeWorker(), max_length=1_000_000)
         assert await length() == 8192
+        over = await served.complete([33] * 8192)
+        assert over.json["error"]["message"].startswith("This model's maximum context length is 8192 tokens, ")
 
     serve(test)
 

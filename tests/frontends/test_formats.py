@@ -52,13 +52,14 @@ def test_any_text_survives(text: str) -> None:
 def test_usage_and_headrace_stand_only_where_they_belong() -> None:
     usage = usage_of([make_choice()])
     plain, explicit = make_format(ChatFormat), make_format(ChatFormat, has_null_usage=True)
-    assert "usage" not in event(plain.role(0))
-    assert event(explicit.role(0))["usage"] is None
+    assert "usage" not in event(plain.role(0, None))
+    assert event(explicit.role(0, None))["usage"] is None
+    assert event(plain.role(0, usage))["usage"]["completion_tokens"] == 3
     assert event(explicit.finish(0, "stop", None, {"x": 1}))["headrace"] == {"x": 1}
     assert event(explicit.finish(0, "stop", None, {"x": 1}))["usage"] is None
     assert event(plain.finish(0, "stop", usage, None))["usage"]["completion_tokens"] == 3
     assert event(plain.usage(usage, None))["choices"] == []
-    assert make_format(CompletionFormat).role(0) == b""
+    assert make_format(CompletionFormat).role(0, usage) == b""
 
 
 def test_usage_counts_each_prompt_once() -> None:

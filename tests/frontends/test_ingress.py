@@ -119,8 +119,10 @@ def test_health_tells_the_graphs_state() -> None:
         served.context.state = Health("degraded", ("decode.prefill: none",))
         degraded = await served.http.get("/health")
         assert (degraded.status_code, degraded.json()["missing"]) == (200, ["decode.prefill: none"])
+        assert "retry-after" not in degraded.headers
         served.context.state = Health("down")
-        assert (await served.http.get("/health")).status_code == 503
+        down = await served.http.get("/health")
+        assert (down.status_code, down.headers["retry-after"]) == (503, "1")
         assert (await served.http.get("/live")).status_code == 200
         refused = await served.http.post("/health")
         assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")

@@ -129,10 +129,11 @@ def test_usage_in_a_stream() -> None:
             assert last["usage"]["completion_tokens"] == max_tokens
             assert last["usage"]["prompt_tokens"] == 31
         options = {"include_usage": True, "continuous_usage_stats": True}
-        reply = await served.complete(stream=True, max_tokens=5, stream_options=options)
-        counts = [chunk["usage"]["completion_tokens"] for chunk in reply.chunks]
-        assert counts == sorted(counts)
-        assert counts[-1] == 5
+        for ask in (served.chat, served.complete):
+            reply = await ask(stream=True, max_tokens=5, stream_options=options)
+            counts = [chunk["usage"]["completion_tokens"] for chunk in reply.chunks]
+            assert counts == sorted(counts)
+            assert counts[-1] == 5
 
     serve(test, FakeWorker(SCRIPT))
 

@@ -51,12 +51,16 @@ def test_a_router_that_waits_longer_than_it_said_is_done_without(monkeypatch: py
 def test_a_shed_request_is_not_placed_behind_the_routers_back() -> None:
     def router(request: PlacementRequest, stream: Any) -> None:
         stream.send(PlacementQueued(5.0))
-        stream.fail(Overloaded("all workers are full", code="rate_limit_exceeded", retry_after_s=7.2))
+        stream.fail(
+            Overloaded("no worker has room, with 1 request waiting", code="rate_limit_exceeded", retry_after_s=7.2)
+        )
 
     async def test(served: Served) -> None:
         reply = await served.complete(max_tokens=4)
         assert (reply.status, reply.headers["retry-after"]) == (429, "7")
         assert reply.json["error"]["code"] == "rate_limit_exceeded"
+        message = "The workers are busy: no worker has room, with 1 request waiting; try again."
+        assert reply.json["error"]["message"] == message
         assert worker.requests == []
 
     worker = FakeWorker(SCRIPT)

@@ -56,7 +56,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_a_good_graph_passes_the_check(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "check", f"{mine}:graph") == (0, "mine: 2 nodes, 1 edges, no faults\n", "")
+    assert run(capsys, "check", f"{mine}:graph") == (0, "mine: 2 nodes, 1 edge, no faults\n", "")
 
 
 def test_every_fault_is_printed_and_the_code_is_1(mine: str, capsys: pytest.CaptureFixture[str]) -> None:

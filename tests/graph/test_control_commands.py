@@ -28,15 +28,19 @@ def test_status_tells_every_replica(toy: Callable) -> None:
 def test_scale_up_to_zero_and_back(toy: Callable) -> None:
     graph = toy().ready()
 
-    assert graph.run("scale", "greeter=+1", "door=2").returncode == 0
+    assert "starting 2 replicas, draining 0\n" in graph.run("scale", "greeter=+1", "door=2").stdout
     assert sorted(graph.replicas()) == ["door/0", "door/1", "greeter/0", "greeter/1"]
     assert graph.status()["state"] == "ready"
 
     assert graph.run("scale", "greeter=0").returncode == 0
     assert graph.status()["state"] == "down"
     assert graph.ask("bob") == "nobody is there"
+    for command, target in (("restart", "greeter"), ("restart", "greeter/0"), ("drain", "greeter/0")):
+        refused = graph.run(command, target)
+        assert refused.returncode == 2
+        assert f"error: node 'greeter' has no replicas to {command}; graph scale greeter=1 starts one" in refused.stderr
 
-    assert graph.run("scale", "greeter=1", "door=-1").returncode == 0
+    assert "starting 1 replica, draining 1\n" in graph.run("scale", "greeter=1", "door=-1").stdout
     assert graph.ask("bob").startswith("hello bob")
     assert graph.end() == 0
 
@@ -62,7 +66,9 @@ def test_rolling_restart_gives_every_replica_a_new_process(toy: Callable) -> Non
     assert all(
         after[id]["pid"] != before[id]["pid"] and after[id]["restarts"] == 0 for id in ("greeter/0", "greeter/1")
     )
-    assert graph.run("restart", "greeter/7").returncode == 2
+    unknown = graph.run("restart", "greeter/7")
+    assert unknown.returncode == 2
+    assert "no replica 'greeter/7'; the node has greeter/0, greeter/1\n" in unknown.stderr
     assert graph.end() == 0
 
 

@@ -41,6 +41,12 @@ class Engine(Link):
     compute = True
 
 
+class Only(Link):
+    """There is one of it, or none."""
+
+    max_replicas = 1
+
+
 def make_view(
     *calls: tuple[str, str], engines: tuple[str, ...] = (), gpus: float = 0, cores: float | None = None
 ) -> GraphView:
@@ -106,7 +112,17 @@ def test_scale_beyond_the_gpus_is_refused_unless_there_are_none() -> None:
     assert plan_scale(view, {"a": 1}, ["a=2"], 2, 4) == {"a": 2}
     with pytest.raises(DeclarationError, match=r"3 GPUs \(a 3\), but there are 2"):
         plan_scale(view, {"a": 1}, ["a=3"], 2, 4)
+    with pytest.raises(DeclarationError, match=r"2 GPUs \(a 2\), but there is 1$"):
+        plan_scale(view, {"a": 1}, ["a=2"], 1, 4)
     assert plan_scale(view, {"a": 1}, ["a=3"], 0, 4) == {"a": 3}
+
+
+def test_scale_beyond_the_component_or_the_cores_tells_counts_with_their_nouns() -> None:
+    view = GraphView("g", "/g.py", {"a": NodeView("a", Only, 1, 0, 1, None, {}, {})}, ())
+    with pytest.raises(DeclarationError, match=r"^a=2: a graph can have at most 1 replica of Only$"):
+        plan_scale(view, {"a": 1}, ["a=2"], 0, 4)
+    with pytest.raises(DeclarationError, match=r"9 replicas that compute, but 1 core can carry at most 8$"):
+        plan_scale(make_view(engines=("e",)), {"e": 1}, ["e=9"], 0, 1)
 
 
 def test_free_indexes_fill_gaps() -> None:
@@ -154,7 +170,7 @@ def test_gpus_are_exclusive_whole_and_shared_in_parts() -> None:
     assert pool.take("b/0", 0.5) == ("1",)
     assert pool.take("b/1", 0.5) == ("1",)
     assert pool.take("b/2", 0.25) == ("2",)
-    with pytest.raises(LaunchError, match="1 GPUs asked for"):
+    with pytest.raises(LaunchError, match=r"^1 GPU asked for"):
         pool.take("a/1", 1)
     pool.give_back("a/0")
     pool.give_back("a/0")
@@ -170,7 +186,7 @@ def test_ranks_have_a_gpu_each_and_may_share_them_with_other_replicas() -> None:
         pool.take("prefill/1", 0.5, ranks=2)
     assert pool.take("decode/1", 0.5) == ("1",)
     pool.give_back("prefill/0")
-    with pytest.raises(LaunchError, match="1 GPUs for each of 2 ranks"):
+    with pytest.raises(LaunchError, match=r"^1 GPU for each of 2 ranks"):
         pool.take("whole/0", 1, ranks=2)
     pool.give_back("decode/0")
     pool.give_back("decode/1")

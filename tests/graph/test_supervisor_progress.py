@@ -105,5 +105,13 @@ def test_the_explanation_is_a_row_for_each_worker() -> None:
 
     lines = out.getvalue().splitlines()
     assert len(lines) == 5
+    assert lines[0] == "policy kv: 100 tokens, 6 blocks of 16"
     assert lines[2].split()[:2] == ["decode/0", "3"]
     assert lines[3].split()[:2] == ["->", "decode/1"]
+
+
+def test_an_explanation_of_one_token_tells_one_token() -> None:
+    console, out = make_console(terminal=False)
+    told = {"policy": "kv", "prompt_tokens": 1, "prompt_blocks": 1, "tokens_per_block": 16, "choice": None}
+    print_explanation({**told, "workers": []}, console)
+    assert out.getvalue().splitlines()[0] == "policy kv: 1 token, 1 block of 16"

@@ -73,3 +73,7 @@ def test_a_decode_worker_weighs_its_batch_above_what_it_has_to_fetch() -> None:
     decode = cost.WEIGHTS["decode"]
     assert decode.requests * 8 > decode.missing * 1_500
     assert cost.WEIGHTS["worker"].missing > decode.missing
+
+
+def test_the_reason_tells_counts_with_their_nouns() -> None:
+    assert kv([make_view(requests=1)], ask(1)).reason.endswith(": 1 of 1 token missing, 0 queued, 1 request")

@@ -166,7 +166,7 @@ def test_the_last_block_is_rounded_up_only_where_it_saves_pieces():
 def test_tokens_outside_the_blocks_are_an_error():
     layout = make_layout()
 
-    with pytest.raises(ValueError, match="do not lie in 1 blocks"):
+    with pytest.raises(ValueError, match="do not lie in 1 block from"):
         plan(route(layout, layout), Side([0], 0), Side([0, 1], 0), start=0, stop=8)
 
 

@@ -21,8 +21,25 @@ def test_a_prompt_that_fills_the_context_is_refused(smol: TextModel, size: int) 
     param, message = refusal(error)
     assert param == "prompt"
     assert error.value.code == "context_length_exceeded"
-    assert "maximum context length is 8192" in message
-    assert str(size) in message
+    assert message == (
+        f"This model's maximum context length is 8192 tokens, but the prompt has {size} tokens and at least 1 more "
+        "must be generated. Shorten the prompt."
+    )
+
+
+def test_a_prompt_that_fills_the_context_is_refused_in_the_same_words_everywhere(smol: TextModel) -> None:
+    told = []
+    for full in (
+        lambda: completion(prompt=[33] * CONTEXT).prompts(smol),
+        lambda: completion().stopping(smol, CONTEXT),
+        lambda: chat().stopping(smol, CONTEXT),
+    ):
+        with pytest.raises(ApiError) as error:
+            full()
+        told.append(error.value.message)
+    assert len(set(told)) == 1
+    with pytest.raises(ApiError, match=r"but prompt\.1 has 8192 tokens and"):
+        completion(prompt=[[33], [33] * CONTEXT]).prompts(smol)
 
 
 def test_the_last_token_of_the_context_can_be_had(smol: TextModel) -> None:
