@@ -6,11 +6,11 @@ import errno
 import socket
 from collections.abc import Mapping
 
+from graph.bounds import LAST_PORT
 from graph.declare import GraphView, NodeView
 from graph.errors import LaunchError
 
 BACKLOG = 4096
-_LAST_PORT = 65_535
 
 
 def bind_listeners(view: GraphView) -> dict[str, socket.socket]:
@@ -44,8 +44,8 @@ def _bind(node: NodeView) -> socket.socket:
     listens = node.component.listens
     assert listens is not None, "the caller has looked"
     host, port = str(node.options[listens.host]), int(node.options[listens.port])
-    if not 0 <= port <= _LAST_PORT:  # which getaddrinfo would take as another port
-        raise LaunchError(f"node {node.name!r} cannot listen on port {port}: it must be from 0 to {_LAST_PORT}")
+    if not 0 <= port <= LAST_PORT:  # which getaddrinfo would take as another port
+        raise LaunchError(f"node {node.name!r} cannot listen on port {port}: it must be from 0 to {LAST_PORT}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -29,6 +29,8 @@ KILL_MARGIN_S = 3.0
 MAX_COMPUTE_PER_CORE = 8
 """Replicas that compute all the time, for each core of the machine; with more, nobody gets anything done."""
 
+_USEFULNESS: tuple[State, ...] = ("failed", "stopped", "draining", "starting", "ready")  # in rising order
+
 
 class Backoff:
     """How long to wait before a replica is started again, and when to give up."""
@@ -135,9 +137,6 @@ def _resource_faults(
 
 def _count(now: int, sign: str, number: int) -> int:
     return {"": number, "+": now + number, "-": now - number}[sign]
-
-
-_USEFULNESS: tuple[State, ...] = ("failed", "stopped", "draining", "starting", "ready")
 
 
 def surplus(replicas: Iterable[Managed], count: int) -> list[Managed]:

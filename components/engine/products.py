@@ -99,12 +99,16 @@ class Job(NamedTuple):
         return [_problem(rows, self.weights[0], is_added=self.is_added) for rows in self.rows]
 
 
+def _no_library(_: Problem) -> None:
+    """Makes no plan: all products are torch's."""
+
+
 class Products:
     """Products by the weights of a model. Those that were not searched for are torch's."""
 
     def __init__(
         self,
-        make_plan: Callable[[Problem], Plan | None] | None = None,
+        make_plan: Callable[[Problem], Plan | None] = _no_library,
         file: Path | None = None,
         *,
         measure: Callable[[Callable[[], object]], float] | None = None,
@@ -141,7 +145,7 @@ class Products:
 
     def tune(self, jobs: Iterable[Job], report: Callable[[str], None]) -> None:
         """Searches for what the file does not know yet, and adds it there; who comes meanwhile waits for it."""
-        if self._make_plan is None:
+        if self._make_plan is _no_library:
             return
         kinds = {problem: job.weights for job in jobs for problem in job.problems()}
         if self._file is None:
@@ -180,14 +184,14 @@ class Products:
 
     def _look_up(self, problem: Problem) -> tuple[Plan, Algorithm] | None:
         words = self._choices.get(str(problem.searched))
-        plan = self._make_plan(problem) if words is not None and self._make_plan is not None else None
+        plan = self._make_plan(problem) if words is not None else None
         if words is None or plan is None:
             return None
         algorithm = np.array(words, np.uint64)
         return (plan, algorithm) if plan.can_use(algorithm) else None
 
     def _search(self, problem: Problem, weights: Sequence[torch.Tensor]) -> Algorithm | None:
-        plan = self._make_plan(problem) if self._make_plan is not None else None
+        plan = self._make_plan(problem)
         if plan is None:
             return None
         used = weights[: max(_FEWEST_WEIGHTS, min(_MOST_WEIGHTS, _COLD_BYTES // weights[0].nbytes))]

@@ -25,7 +25,7 @@ _LEAST_TOKENS_OF_FEW = 128  # where there are fewer programs than keep a GPU bus
 @triton.jit(do_not_specialize=["num_sequences", "num_work", "room", "least"])
 def _share_kernel(
     positions, cu_blocks, work, num_sequences, num_work, room, least, IS_WRITTEN: tl.constexpr, WINDOW: tl.constexpr,
-    TOKENS: tl.constexpr, PADDED: tl.constexpr, NUMBERS: tl.constexpr,
+    TOKENS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     at = tl.arange(0, PADDED)
     inside = at < num_sequences
@@ -80,7 +80,7 @@ def share(
     work = torch.empty((most_work(count, kv_heads), NUMBERS.value), dtype=torch.int32, device=positions.device)
     _share_kernel[(1,)](
         positions, cu_blocks, work, count, len(work), room, least, IS_WRITTEN=is_written, WINDOW=window or 0,
-        TOKENS=tile, PADDED=triton.next_power_of_2(max_sequences), NUMBERS=NUMBERS.value, num_warps=4,
+        TOKENS=tile, PADDED=triton.next_power_of_2(max_sequences), num_warps=4,
     )  # fmt: skip
     return work
 

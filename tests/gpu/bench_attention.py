@@ -9,10 +9,8 @@ prompts are given in TFLOP/s too. Microseconds in CUDA graphs (decodes), launche
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -24,6 +22,7 @@ from components.engine.attention import KVPool, Shape
 from components.engine.batch import cumulated
 from components.engine.decode_attention import DecodeAttention, DecodeTables
 from components.engine.flash import FlashAttention, FlashStep, SideBySide, Tables
+from components.engine.products import gpu_seconds
 from components.messages import KVLayout
 
 QUERY_HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 32, 8, 128, 16, 2
@@ -43,16 +42,7 @@ PROMPTS = {  # tokens before, and new ones
 
 
 def main() -> None:
-    layout = KVLayout(
-        model="",
-        dtype="bfloat16",
-        block_size=BLOCK,
-        num_layers=LAYERS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        head_start=0,
-        head_stop=KV_HEADS,
-    )
+    layout = KVLayout("", "bfloat16", BLOCK, LAYERS, KV_HEADS, DIM, 0, KV_HEADS)
     pool = KVPool(layout, NUM_BLOCKS, torch.device("cuda"))
     pool.blocks.normal_()
     rate = _copy_rate(pool.blocks)
@@ -68,7 +58,7 @@ def main() -> None:
 def _copy_rate(source: torch.Tensor) -> float:
     """Bytes read and written per second."""
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+    return 2 * source.nbytes / gpu_seconds(lambda: target.copy_(source))
 
 
 def _decodes(pool: KVPool, lengths: list[int], rate: float) -> dict[str, float]:
@@ -131,19 +121,7 @@ def _ints(values: np.ndarray) -> torch.Tensor:
 
 
 def _us(run: Callable[[], object]) -> float:
-    return round(_seconds(run) * 1e6 / LAYERS, 1)
-
-
-def _seconds(run: Callable[[], object], rounds: int = 12) -> float:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
-    run()
-    run()
-    for event in events:
-        event.record()
-        if event is not events[-1]:
-            run()
-    events[-1].synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in pairwise(events)) / 1e3
+    return round(gpu_seconds(run) * 1e6 / LAYERS, 1)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "components" / "engine"))
 
 from paged_sequences import PagedSequences
 
+from components.engine import step_inputs
 from components.engine.attention import KVPool, Shape
-from components.engine.decode_attention import DecodeAttention, DecodeTables
-from components.engine.flash import FlashAttention, FlashStep, SideBySide, Tables, should_gather
+from components.engine.decode_attention import DecodeAttention
+from components.engine.flash import FlashAttention
 from components.engine.gather_kernels import gather
 from components.engine.runner import Batch
 from components.engine.split import places, split
+from components.engine.step_inputs import Inputs
 from components.messages import KVLayout, Sampling
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -81,34 +83,22 @@ def test_what_is_gathered_is_what_lies_in_the_blocks(dim: int, block_size: int) 
     "parts", [[(0, 1_500)], [(0, 700), (800, 600)], [(90, 1), (70, 1), (0, 1_100), (1_000, 40)]], ids=str
 )
 @torch.inference_mode()
-def test_attention_is_the_same_as_from_blocks(parts: list[tuple[int, int]], shape: Shape) -> None:
+def test_attention_is_the_same_as_from_blocks(
+    parts: list[tuple[int, int]], shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = make_batch(*parts)
-    apart = split(batch, BLOCK)
-    laid = places(apart, BLOCK)
-    assert should_gather(int(apart.cu_seqlens_q[-1]), int(laid[-1]))
     dim = 128
-    layout = KVLayout(
-        model="",
-        dtype="bfloat16",
-        block_size=BLOCK,
-        num_layers=LAYERS,
-        num_kv_heads=KV_HEADS,
-        head_dim=dim,
-        head_start=0,
-        head_stop=KV_HEADS,
-    )
+    layout = KVLayout("", "bfloat16", BLOCK, LAYERS, KV_HEADS, dim, 0, KV_HEADS)
     pool = KVPool(layout, int(batch.blocks.max()) + 1, DEVICE)
     pool.blocks.normal_()
     attention = FlashAttention(pool, HEADS, DecodeAttention(pool.blocks, HEADS, 8))
     queries = torch.randn(len(batch.positions), HEADS, dim, device=DEVICE, dtype=torch.bfloat16)
-    count, blocks = apart.num_decodes, on_device(batch.blocks)
-    numbers = (batch.positions[:count], batch.slot_mapping[:count], batch.cu_blocks[: count + 1])
-    decodes = DecodeTables(*(on_device(each) for each in numbers), blocks)
     outcomes = []
-    for side_by_side in (None, SideBySide(on_device(laid), torch.from_numpy(laid[apart.cu_blocks]))):
-        lengths = (torch.from_numpy(each) for each in (apart.cu_seqlens_q, apart.cu_blocks, apart.last_lengths))
-        tables = Tables(*lengths, blocks[int(batch.cu_blocks[count]) :], side_by_side)
-        step = FlashStep(attention, on_device(batch.slot_mapping), decodes, tables)
+    for can_gather in (False, True):
+        monkeypatch.setattr(step_inputs, "has_copy_engine", lambda _, can=can_gather: can)
+        step = Inputs(attention, len(queries), 8, len(batch.blocks)).send(batch, None).step
+        assert step._chunks is not None
+        assert (step._chunks.side_by_side is not None) == can_gather
         outcomes += [step.attend(layer, queries, shape).float() for layer in range(LAYERS)]
     for layer in range(LAYERS):
         torch.testing.assert_close(outcomes[layer], outcomes[LAYERS + layer], atol=1e-2, rtol=1e-2)

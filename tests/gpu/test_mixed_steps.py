@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "components" / "engine"))
 from paged_sequences import PagedSequences
 
 from components.engine.attention import Shape
-from components.engine.decode_attention import DecodeAttention, DecodeTables
+from components.engine.decode_attention import DecodeAttention
 from components.engine.flash import FlashStep, Tables
 from components.engine.runner import Batch
-from components.engine.split import split
+from components.engine.step_inputs import Inputs
 from components.messages import Sampling
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -97,7 +97,7 @@ class Step:
             self.expected[rows] = attention(self.queries[rows].float(), keys, values, shape)
         self.pool = self.pool.to(DEVICE)
         self.flash: Any = SimpleNamespace(
-            pool=SimpleNamespace(blocks=self.pool, layout=SimpleNamespace(block_size=BLOCK)),
+            pool=SimpleNamespace(blocks=self.pool, layout=SimpleNamespace(block_size=BLOCK), num_blocks=NUM_BLOCKS),
             decodes=DecodeAttention(self.pool, heads.query, self.batch.num_sequences),
             plan_chunks=self._plan,
         )
@@ -105,15 +105,11 @@ class Step:
 
     def make(self) -> FlashStep:
         """The step as the runner makes it."""
-        parts, batch = split(self.batch, BLOCK), self.batch
-        count, blocks = parts.num_decodes, on_device(batch.blocks)
-        numbers = (batch.positions[:count], batch.slot_mapping[:count], batch.cu_blocks[: count + 1])
-        decodes = DecodeTables(*(on_device(each) for each in numbers), blocks)
-        chunks = None
-        if parts.num_chunks:
-            tables = (torch.from_numpy(each) for each in (parts.cu_seqlens_q, parts.cu_blocks, parts.last_lengths))
-            chunks = Tables(*tables, blocks[int(batch.cu_blocks[count]) :])
-        return FlashStep(self.flash, on_device(batch.slot_mapping), decodes, chunks)
+        return (
+            Inputs(self.flash, len(self.queries), self.batch.num_sequences, len(self.batch.blocks))
+            .send(self.batch, None)
+            .step
+        )
 
     def error(self, attended: torch.Tensor) -> float:
         """The largest difference from what it must give."""
